@@ -32,13 +32,13 @@ def run(server: Server, options: Options) -> Result:
     payloads = [{"user_id": number} for number in range(count)]
     texts = [json.dumps(payload) for payload in payloads]
     variants: dict[str, Callable[[psycopg.Connection[tuple[object, ...]]], object]] = {
-        _OURS: lambda c: outbox.enqueue_many(c, (NewMessage(TOPIC, p) for p in payloads)),
+        _OURS: lambda c: outbox.on(c).enqueue_many(NewMessage(TOPIC, p) for p in payloads),
         f"{_OURS}, 1,000 a transaction": lambda c: _in_pieces(outbox, c, payloads),
-        _WITH_COALESCE_KEY: lambda c: outbox.enqueue_many(
-            c, (NewMessage(TOPIC, p, coalesce_key=str(p["user_id"])) for p in payloads)
+        _WITH_COALESCE_KEY: lambda c: outbox.on(c).enqueue_many(
+            NewMessage(TOPIC, p, coalesce_key=str(p["user_id"])) for p in payloads
         ),
-        _WITH_DEDUPE_KEY: lambda c: outbox.enqueue_many(
-            c, (NewMessage(TOPIC, p, dedupe_key=str(p["user_id"])) for p in payloads)
+        _WITH_DEDUPE_KEY: lambda c: outbox.on(c).enqueue_many(
+            NewMessage(TOPIC, p, dedupe_key=str(p["user_id"])) for p in payloads
         ),
         _INSERT: lambda c: c.execute(
             "INSERT INTO pgoutbox.message (topic, payload) SELECT %s, p FROM unnest(%s::text[]::jsonb[]) AS p",
@@ -76,7 +76,7 @@ def _in_pieces(
     outbox: Outbox, connection: psycopg.Connection[tuple[object, ...]], payloads: Sequence[dict[str, int]]
 ) -> None:
     for piece in _pieces(payloads, 1000):
-        outbox.enqueue_many(connection, [NewMessage(TOPIC, payload) for payload in piece])
+        outbox.on(connection).enqueue_many([NewMessage(TOPIC, payload) for payload in piece])
         connection.commit()
 
 

@@ -115,7 +115,7 @@ def run_fanout(server: Server, options: Options) -> Result:
         outbox = Outbox(load_settings(max_payload_bytes=2_000_000))
         before = _size(connection)
         began_at = time.monotonic()
-        outbox.enqueue_fanout(connection, TOPIC, {"issue": 12}, destinations, content=content)
+        outbox.on(connection).enqueue_fanout(TOPIC, {"issue": 12}, destinations, content=content)
         connection.commit()
         enqueue_seconds = time.monotonic() - began_at
         stored = _size(connection) - before

@@ -58,7 +58,7 @@ async def produce(
         ]
         made = due
         if batch:
-            await outbox.aenqueue_many(connection, batch)
+            await outbox.on(connection).enqueue_many(batch)
             await connection.commit()
         await asyncio.sleep(_TICK_SECONDS)
 

@@ -33,13 +33,13 @@ def run(server: Server, options: Options) -> Result:
     seconds = options.single_seconds
 
     def sync_enqueue(connection: _Sync, number: int) -> None:
-        outbox.enqueue(connection, TOPIC, {"user_id": number})
+        outbox.on(connection).enqueue(TOPIC, {"user_id": number})
 
     def sync_insert(connection: _Sync, number: int) -> None:
         connection.execute(_INSERT, (TOPIC, json.dumps({"user_id": number})))
 
     async def async_enqueue(connection: _Async, number: int) -> None:
-        await outbox.aenqueue(connection, TOPIC, {"user_id": number})
+        await outbox.on(connection).enqueue(TOPIC, {"user_id": number})
 
     async def async_insert(connection: _Async, number: int) -> None:
         await connection.execute(_INSERT, (TOPIC, json.dumps({"user_id": number})))

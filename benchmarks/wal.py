@@ -69,15 +69,15 @@ def _one_by_one(connection: _Connection, count: int, size: int) -> None:
     outbox = Outbox(load_settings())
     for _ in range(count):
         with connection.transaction():
-            outbox.enqueue(connection, TOPIC, _payload(size))
+            outbox.on(connection).enqueue(TOPIC, _payload(size))
 
 
 def _in_bulk(connection: _Connection, count: int, size: int) -> None:
     outbox = Outbox(load_settings())
     for start in range(0, count, _PER_TRANSACTION):
         with connection.transaction():
-            outbox.enqueue_many(
-                connection, [NewMessage(TOPIC, _payload(size)) for _ in range(min(_PER_TRANSACTION, count - start))]
+            outbox.on(connection).enqueue_many(
+                [NewMessage(TOPIC, _payload(size)) for _ in range(min(_PER_TRANSACTION, count - start))]
             )
 
 

@@ -53,7 +53,7 @@ def book(connection: psycopg.Connection[Any], account: str, amount: int) -> None
         """,
         {"name": account, "amount": amount},
     )
-    outbox.enqueue(connection, BOOKED, Booked(account=account, amount=amount))
+    outbox.on(connection).enqueue(BOOKED, Booked(account=account, amount=amount))
 
 
 def main() -> None:

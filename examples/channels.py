@@ -80,7 +80,7 @@ def tell_everybody(connection: psycopg.Connection, topic: Topic[Notice], notice:
     """Enqueue the notice for each address without a problem. Return the number of messages for each scheme."""
     found = connection.execute("SELECT address FROM contact WHERE problem IS NULL ORDER BY address")
     addresses = [address for (address,) in found]
-    outbox.enqueue_fanout(connection, topic, notice, addresses)
+    outbox.on(connection).enqueue_fanout(topic, notice, addresses)
     return Counter(address.partition(":")[0] for address in addresses)
 
 

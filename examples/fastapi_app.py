@@ -67,4 +67,4 @@ Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
 async def join(email: Annotated[str, Body(embed=True)], session: Session) -> None:
     """Add a member and enqueue the welcome, in one transaction."""
     session.add(Member(email=email))
-    await outbox.aenqueue(session, "mail.welcome", None, destination=f"mailto:{email}")
+    await outbox.on(session).enqueue("mail.welcome", None, destination=f"mailto:{email}")

@@ -43,7 +43,7 @@ def join() -> tuple[str, int]:
     """Add a member and enqueue the welcome, in one transaction."""
     email = request.get_json()["email"]
     db.session.add(Member(email=email))
-    outbox.enqueue(db.session, "mail.welcome", None, destination=f"mailto:{email}")
+    outbox.on(db.session).enqueue("mail.welcome", None, destination=f"mailto:{email}")
     db.session.commit()
     return "", 201
 

@@ -48,7 +48,7 @@ def main(order_id: int) -> None:
     """Enqueue the task of an order, in its transaction."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS invoice (id text PRIMARY KEY, order_id integer NOT NULL)")
-        outbox.enqueue(connection, "taskiq.task", {"name": "send_invoice", "kwargs": {"order_id": order_id}})
+        outbox.on(connection).enqueue("taskiq.task", {"name": "send_invoice", "kwargs": {"order_id": order_id}})
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ async def connect(_: Litestar) -> AsyncGenerator[None]:
 async def join(data: JSONBody[NewMember], session: NamedDependency[AsyncSession]) -> None:
     """Add a member and enqueue the welcome, in one transaction."""
     session.add(Member(email=data.email))
-    await outbox.aenqueue(session, "mail.welcome", None, destination=f"mailto:{data.email}")
+    await outbox.on(session).enqueue("mail.welcome", None, destination=f"mailto:{data.email}")
 
 
 app = Litestar([join], dependencies={"session": get_session}, lifespan=[connect, lifespan(outbox)])

@@ -123,7 +123,7 @@ async def receipt(message: Message, ctx: Context) -> Email:  # noqa: ARG001
 def main(address: str) -> None:
     """Enqueue a receipt."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
-        outbox.enqueue(connection, "mail.receipt", {"order_id": 7}, destination=f"mailto:{address}")
+        outbox.on(connection).enqueue("mail.receipt", {"order_id": 7}, destination=f"mailto:{address}")
     print("enqueued 1")
 
 

@@ -42,7 +42,7 @@ async def newsletter(message: Message[Issue], ctx: Context) -> Email:  # noqa: A
 def publish(connection: psycopg.Connection, number: int, text: str, addresses: list[str]) -> int:
     """Enqueue the issue for all addresses, in the caller's transaction. Return the number of messages."""
     destinations = [f"mailto:{address}" for address in addresses]
-    return len(outbox.enqueue_fanout(connection, NEWSLETTER, Issue(number=number), destinations, content=text))
+    return len(outbox.on(connection).enqueue_fanout(NEWSLETTER, Issue(number=number), destinations, content=text))
 
 
 def main(recipients: int) -> None:

@@ -62,7 +62,7 @@ async def change(session: AsyncSession, order: Order, quantity: int) -> int:
     session.add(order)
     await session.flush()  # A new order gets its id here.
     payload = OrderChanged(order_id=order.id, email=order.email, quantity=quantity)
-    return (await outbox.aenqueue(session, ORDER_CHANGED, payload)).id
+    return (await outbox.on(session).enqueue(ORDER_CHANGED, payload)).id
 
 
 async def main(driver: str = "psycopg") -> None:

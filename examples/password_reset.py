@@ -108,13 +108,13 @@ def hash_of(token: str) -> str:
 
 def ask_for_reset(connection: psycopg.Connection[Any], member: Member) -> int:
     """Enqueue a reset, in the caller's transaction. A newer one supersedes it. Return the message id."""
-    return outbox.enqueue(connection, PASSWORD_RESET, member).id
+    return outbox.on(connection).enqueue(PASSWORD_RESET, member).id
 
 
 def change_password(connection: psycopg.Connection[Any], member: Member) -> int:
     """Change the password and enqueue the notice, in the caller's transaction. Return the message id."""
     connection.execute("UPDATE account SET password_changed_at = now() WHERE id = %s", (member.member_id,))
-    return outbox.enqueue(connection, PASSWORD_CHANGED, member).id
+    return outbox.on(connection).enqueue(PASSWORD_CHANGED, member).id
 
 
 def redeem(connection: psycopg.Connection[Any], token: str) -> bool:

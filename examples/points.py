@@ -47,7 +47,7 @@ def create_tables(connection: psycopg.Connection) -> None:
 def enqueue_recounts(connection: psycopg.Connection) -> None:
     """Enqueue a message for each customer. The caller commits."""
     names = connection.execute("SELECT DISTINCT customer FROM purchase").fetchall()
-    outbox.enqueue_many(connection, [NewMessage(RECOUNT, Customer(name=name)) for (name,) in names])
+    outbox.on(connection).enqueue_many([NewMessage(RECOUNT, Customer(name=name)) for (name,) in names])
 
 
 def main() -> None:

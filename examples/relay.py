@@ -71,8 +71,7 @@ class Receiver:
 async def accept(connection: psycopg.AsyncConnection, sender: str, recipients: list[str], data: bytes) -> None:
     """Enqueue the mail for each recipient, in the caller's transaction."""
     head = data.partition(b"\r\n\r\n")[0][:4000].replace(b"\0", b"")
-    await outbox.aenqueue_fanout(
-        connection,
+    await outbox.on(connection).enqueue_fanout(
         RELAY,
         Accepted(sender=sender, headers=head.decode("ascii", "replace")),
         [f"mailto:{quote(recipient, safe='@+=')}" for recipient in dict.fromkeys(recipients)],

@@ -127,7 +127,7 @@ def join(connection: psycopg.Connection[Any], user_id: int, email: str) -> int:
 def schedule_onboarding(connection: psycopg.Connection[Any], user_id: int) -> int:
     """Schedule an e-mail for each of the next two days, unless it was sent or is scheduled already."""
     days = [NewMessage(ONBOARDING, Onboarding(user_id=user_id, day=day), delay=timedelta(days=day)) for day in (1, 2)]
-    return sum(not answer.duplicate for answer in outbox.enqueue_many(connection, days))
+    return sum(not answer.duplicate for answer in outbox.on(connection).enqueue_many(days))
 
 
 def notify(connection: psycopg.Connection[Any], user_id: int, text: str) -> bool:
@@ -135,7 +135,7 @@ def notify(connection: psycopg.Connection[Any], user_id: int, text: str) -> bool
     active = connection.execute("SELECT FROM chat_user WHERE id = %s AND active FOR SHARE", (user_id,))
     if active.fetchone() is None:
         return False
-    outbox.enqueue(connection, MISSED, Missed(user_id=user_id, text=text))
+    outbox.on(connection).enqueue(MISSED, Missed(user_id=user_id, text=text))
     return True
 
 
@@ -143,13 +143,13 @@ def enqueue_digests(connection: psycopg.Connection[Any], week: int) -> int:
     """Enqueue a digest for each active user. Return the number of new messages."""
     users = connection.execute("SELECT id FROM chat_user WHERE active ORDER BY id FOR SHARE").fetchall()
     digests = [NewMessage(DIGEST, Digest(user_id=user_id, week=week)) for (user_id,) in users]
-    return sum(not answer.duplicate for answer in outbox.enqueue_many(connection, digests))
+    return sum(not answer.duplicate for answer in outbox.on(connection).enqueue_many(digests))
 
 
 def deactivate(connection: psycopg.Connection[Any], user_id: int) -> list[Cancelled]:
     """Deactivate a user and cancel the e-mail, both or neither. An e-mail that is in flight may still arrive."""
     connection.execute("UPDATE chat_user SET active = false WHERE id = %s", (user_id,))
-    return outbox.cancel_all(connection, owner=f"user-{user_id}")
+    return outbox.on(connection).cancel_all(owner=f"user-{user_id}")
 
 
 def reactivate(connection: psycopg.Connection[Any], user_id: int) -> int:

@@ -47,8 +47,7 @@ def index_documents(messages: Sequence[Message[dict[str, Any]]], contexts: Seque
 
 def enqueue_documents(connection: psycopg.Connection, texts: Sequence[str]) -> int:
     """Enqueue a message for each text, in the caller's transaction. Return the number of new messages."""
-    enqueued = outbox.enqueue_many(
-        connection,
+    enqueued = outbox.on(connection).enqueue_many(
         [
             NewMessage("search.document", {"id": number, "text": text}, coalesce_key=str(number))
             for number, text in enumerate(texts, start=1)

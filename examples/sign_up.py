@@ -30,8 +30,8 @@ def create_tables(connection: psycopg.Connection) -> None:
 def join(connection: psycopg.Connection, email: str) -> bool:
     """Add a member and enqueue a welcome. Return False if both exist already. The caller commits."""
     connection.execute("INSERT INTO member (email) VALUES (%s) ON CONFLICT DO NOTHING", (email,))
-    enqueued = outbox.enqueue(
-        connection, "mail.welcome", {"email": email}, destination=f"mailto:{email}", dedupe_key=email
+    enqueued = outbox.on(connection).enqueue(
+        "mail.welcome", {"email": email}, destination=f"mailto:{email}", dedupe_key=email
     )
     return not enqueued.duplicate
 
@@ -39,7 +39,7 @@ def join(connection: psycopg.Connection, email: str) -> bool:
 def leave(connection: psycopg.Connection, email: str) -> CancelResult:
     """Remove a member and cancel the welcome. The caller commits."""
     connection.execute("DELETE FROM member WHERE email = %s", (email,))
-    return outbox.cancel(connection, topic="mail.welcome", dedupe_key=email)
+    return outbox.on(connection).cancel(topic="mail.welcome", dedupe_key=email)
 
 
 def main() -> None:

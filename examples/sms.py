@@ -103,7 +103,7 @@ def main(numbers: list[str]) -> None:
     """Enqueue a reminder for each number."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         for number in numbers:
-            outbox.enqueue(connection, "sms.reminder", {"time": "18:30"}, destination=f"sms:{number}")
+            outbox.on(connection).enqueue("sms.reminder", {"time": "18:30"}, destination=f"sms:{number}")
     print("enqueued", len(numbers))
 
 

@@ -51,7 +51,7 @@ async def join(email: str) -> None:
         with tracer.start_as_current_span("business transaction"):
             await connection.execute("CREATE TABLE IF NOT EXISTS member (email text PRIMARY KEY)")
             await connection.execute("INSERT INTO member (email) VALUES (%s) ON CONFLICT DO NOTHING", (email,))
-            await outbox.aenqueue(connection, "mail.welcome", None, destination=f"mailto:{email}")
+            await outbox.on(connection).enqueue("mail.welcome", None, destination=f"mailto:{email}")
             await connection.commit()
 
 

@@ -62,8 +62,7 @@ async def tell_subscriber(message: Message[OrderPaid], ctx: Context) -> Webhook 
 def pay_order(connection: psycopg.Connection, order_id: int) -> int:
     """Enqueue a webhook for every subscriber, in the caller's transaction. Return the number of subscribers."""
     subscribers = connection.execute("SELECT id, url FROM subscriber").fetchall()
-    outbox.enqueue_many(
-        connection,
+    outbox.on(connection).enqueue_many(
         [
             NewMessage(ORDER_PAID, OrderPaid(subscriber_id=subscriber_id, url=url, order_id=order_id))
             for subscriber_id, url in subscribers

@@ -7,6 +7,7 @@ notice. A test checks that examples and how-to pages import from public modules 
 from typing import TYPE_CHECKING
 
 from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
+from pgoutbox.enqueue.producer import AsyncProducer, Producer
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import (
     ArgumentError,
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "AsyncProducer",
     "Attachment",
     "CallNext",
     "CancelResult",
@@ -96,6 +98,7 @@ __all__ = [
     "Outcome",
     "Permanent",
     "PgOutboxError",
+    "Producer",
     "RawEmail",
     "Recipient",
     "RescheduleResult",

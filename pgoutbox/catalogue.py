@@ -154,7 +154,7 @@ def find_topic(outbox: Outbox, name: str) -> Topic[Any]:
 def draft_message(outbox: Outbox, topic: str | Topic[Any], payload: object, **options: Unpack[MessageOptions]) -> Draft:
     """Check a message of an operator by its topic's definition, and complete it.
 
-    Raises like `Outbox.enqueue`. An error of the definition's functions becomes an `ArgumentError`.
+    Raises like `Producer.enqueue`. An error of the definition's functions becomes an `ArgumentError`.
     """
     try:
         return outbox.draft(topic, payload, **options)

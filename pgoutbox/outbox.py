@@ -1,70 +1,34 @@
-"""The application's side of pgoutbox: it registers topics and handlers, and enqueues on the caller's connection.
-
-Nothing here opens, commits or closes a connection. The sync and the async methods take the same steps.
-"""
+"""The application's side of pgoutbox: topics, handlers and hooks, and the producers on the caller's connections."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import datetime, timedelta
-from functools import cached_property, partial
+from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast, overload
 
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration, seconds_of
-from pgoutbox.database import sql
-from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.enqueue.adapters import (
-    Answer,
     AsyncConnection,
-    ClosedError,
     SyncConnection,
-    answer_of,
-    async_adapter,
-    sync_adapter,
-)
-from pgoutbox.enqueue.generators import (
-    Cancelled,
-    CancelResult,
-    Enqueued,
-    EnqueuedMany,
-    RescheduleResult,
-    Steps,
-    UnprotectedError,
-    arun,
-    cancel_each,
-    cancel_one,
-    in_savepoint,
-    insert,
-    insert_all,
-    insert_fanout,
-    new_time_of,
-    reschedule_one,
-    run,
-    target_of,
-    targets_of,
-    transaction,
 )
 from pgoutbox.enqueue.payloads import Serializer
-from pgoutbox.enqueue.validation import Bulk, Draft, Route, carrying, prepare, prepare_fanout
-from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, UnknownTopicError
+from pgoutbox.enqueue.producer import AsyncProducer, Producer, producer_on
+from pgoutbox.enqueue.routes import Router
+from pgoutbox.enqueue.validation import Draft, prepare
+from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
-from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.tracing import UNTRACED, Producing, producing
-from pgoutbox.options import check_name
-from pgoutbox.redaction import redact_text
-from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
+from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
-from pgoutbox.text import MAX_NAME_LENGTH, describe, one_line
-from pgoutbox.topics import FanoutOptions, MessageOptions, NewMessage, Recipient, Topic
+from pgoutbox.text import MAX_NAME_LENGTH
+from pgoutbox.topics import MessageOptions, NewMessage, Topic
 from pgoutbox.transports import Content, Transport
 
 _logger = logging.getLogger(__name__)
@@ -86,14 +50,6 @@ ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
 
-class EnqueueOptions(MessageOptions, total=False):
-    """The options of `Outbox.enqueue` and `Outbox.aenqueue`."""
-
-    serializer: Serializer | None
-    notify: bool
-    require_transaction: bool
-
-
 class Outbox:
     """The topics and handlers of one application. It enqueues messages for them.
 
@@ -108,7 +64,7 @@ class Outbox:
         async def welcome(message: Message, ctx: Context) -> Email: ...
 
         with psycopg.connect(dsn) as connection:
-            outbox.enqueue(connection, "mail.welcome", {"user_id": 7})
+            outbox.on(connection).enqueue("mail.welcome", {"user_id": 7})
     """
 
     def __init__(
@@ -125,9 +81,9 @@ class Outbox:
         if not isinstance(strict, bool):
             raise ConfigurationError(f"strict: must be True or False, got {strict!r}")
         self._settings = settings
-        self._strict = strict
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
+        self._router = Router(self._topics, self._handlers, self, strict=strict)
         self._hooks: dict[str, str] = {}
         self._middlewares: list[Middleware] = []
         self._transports: dict[str, Transport] = {}
@@ -360,354 +316,21 @@ class Outbox:
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
     @overload
-    def enqueue(
-        self,
-        connection: SyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        best_effort: Literal[False] = False,
-        **options: Unpack[EnqueueOptions],
-    ) -> Enqueued: ...
+    def on(self, connection: SyncConnection) -> Producer: ...
     @overload
-    def enqueue(
-        self,
-        connection: SyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        best_effort: bool,
-        **options: Unpack[EnqueueOptions],
-    ) -> Enqueued | None: ...
-    def enqueue(
-        self,
-        connection: SyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-        best_effort: bool = False,
-        **options: Unpack[MessageOptions],
-    ) -> Enqueued | None:
-        """Write one message in the transaction of the caller's connection. It exists if and only if that commits.
+    def on(self, connection: AsyncConnection) -> AsyncProducer: ...
+    def on(self, connection: SyncConnection | AsyncConnection) -> Producer | AsyncProducer:
+        """Return a producer, which writes and cancels messages in the transaction of the caller's connection.
 
-        Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
-        Never commits, and makes no savepoint unless `best_effort` is set. Of the messages with one topic and
-        `coalesce_key` only the newest committed one is delivered; transactions that enqueue for one key wait for each
-        other. If another message has the `dedupe_key`, the result is a duplicate with that message's id and state:
-        calling again, for example after a lost reply to COMMIT, is harmless. If that message was cancelled or skipped,
-        the new message takes the key. Without either key each call writes a separate message. Messages with one queue
-        and `ordering_key` are delivered one after the other, in the order of their commits. For other messages the
-        order is not guaranteed.
+        On a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`, it is
+        a `Producer`. On a psycopg `AsyncConnection`, SQLAlchemy's `AsyncConnection` or `AsyncSession` (on psycopg or
+        asyncpg), or an asyncpg `Connection`, it is an `AsyncProducer`, whose calls are awaited. Sends no statement.
+        Raises `TypeError` for another kind of connection.
 
-        `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
-        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
-        JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
-        `require_transaction=False` accepts autocommit.
-
-        Raises `ArgumentError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
-        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox;
-        `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
-        sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character;
-        `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort` all but the
-        `TypeError` are logged instead, with the keys and the owner, rolled back to a savepoint, and None is returned:
-        the caller's transaction stays usable. Such a call waits at most a second for a locked table, and for a key, or
-        the ended message that has it, as every call does: up to the caller's `lock_timeout` and `statement_timeout`. An
-        error that ends the whole transaction, such as a lost connection, is still raised: None never hides the loss of
-        the caller's own writes.
-
-            with psycopg.connect(dsn) as connection:
-                connection.execute("INSERT INTO account ...")
-                outbox.enqueue(connection, "mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
+            outbox.on(connection).enqueue("mail.welcome", {"user_id": 7})
+            await outbox.on(async_connection).enqueue("mail.welcome", {"user_id": 7})
         """
-        adapter = sync_adapter(connection, function="enqueue", async_function="aenqueue")
-        with self._producing(topic) as span:
-            steps = self._enqueue(
-                carrying(NewMessage(topic, payload, **options), span.context),
-                serializer=serializer,
-                notify=notify,
-                require_transaction=require_transaction,
-                best_effort=best_effort,
-            )
-            enqueued = run(adapter, steps)
-            span.wrote([] if enqueued is None else [enqueued.id])
-        return enqueued
-
-    @overload
-    async def aenqueue(
-        self,
-        connection: AsyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        best_effort: Literal[False] = False,
-        **options: Unpack[EnqueueOptions],
-    ) -> Enqueued: ...
-    @overload
-    async def aenqueue(
-        self,
-        connection: AsyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        best_effort: bool,
-        **options: Unpack[EnqueueOptions],
-    ) -> Enqueued | None: ...
-    async def aenqueue(
-        self,
-        connection: AsyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        *,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-        best_effort: bool = False,
-        **options: Unpack[MessageOptions],
-    ) -> Enqueued | None:
-        """Enqueue on an async connection, with the contract of `enqueue`.
-
-        Takes a psycopg `AsyncConnection`, SQLAlchemy's `AsyncConnection` or `AsyncSession` (on psycopg or asyncpg), or
-        an asyncpg `Connection`.
-
-            async with connection.transaction():
-                await outbox.aenqueue(connection, "mail.welcome", {"user_id": 7})
-        """
-        adapter = async_adapter(connection, function="aenqueue", sync_function="enqueue")
-        with self._producing(topic) as span:
-            steps = self._enqueue(
-                carrying(NewMessage(topic, payload, **options), span.context),
-                serializer=serializer,
-                notify=notify,
-                require_transaction=require_transaction,
-                best_effort=best_effort,
-            )
-            enqueued = await arun(adapter, steps)
-            span.wrote([] if enqueued is None else [enqueued.id])
-        return enqueued
-
-    def enqueue_many(
-        self,
-        connection: SyncConnection,
-        items: Iterable[NewMessage[Any]],
-        *,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-    ) -> EnqueuedMany:
-        """Write many messages in the transaction of the caller's connection; the answers are in the order of the items.
-
-        The contract of `enqueue` applies to each item. All items are checked before the first statement, so that an
-        invalid item, or an iterator that raises, leaves no rows; the error names the item: `items[4711].payload.x`.
-        A statement has up to 5,000 items without keys, or all those with keys, whose keys it locks in one order: two
-        transactions that make one call each never deadlock, unless the items with keys have more than 40 million
-        characters. Without items no statement is sent.
-
-            outbox.enqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
-        """
-        adapter = sync_adapter(connection, function="enqueue_many", async_function="aenqueue_many")
-        with self._producing(None) as span:
-            bulk = self._prepare_all(items, serializer, span.context)
-            enqueued = run(adapter, insert_all(bulk, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued.ids)
-        return enqueued
-
-    async def aenqueue_many(
-        self,
-        connection: AsyncConnection,
-        items: Iterable[NewMessage[Any]],
-        *,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-    ) -> EnqueuedMany:
-        """Enqueue on an async connection, with the contract of `enqueue_many`.
-
-        await outbox.aenqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
-        """
-        adapter = async_adapter(connection, function="aenqueue_many", sync_function="enqueue_many")
-        with self._producing(None) as span:
-            bulk = self._prepare_all(items, serializer, span.context)
-            enqueued = await arun(adapter, insert_all(bulk, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued.ids)
-        return enqueued
-
-    def enqueue_fanout(
-        self,
-        connection: SyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        destinations: Iterable[str | Recipient],
-        *,
-        content: object = None,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-        **options: Unpack[FanoutOptions],
-    ) -> EnqueuedMany:
-        """Write one message for each destination in the transaction of the caller's connection.
-
-        Each message has its own state, retries and idempotency key. The shared `content`, a JSON value, is stored once:
-        a handler finds it in `message.content`, and it is deleted with the last message. The messages have no keys. A
-        `Recipient` instead of a text gives one destination a payload, headers, a time or an owner of its own. The
-        answers are in the order of the destinations. Without destinations no statement is sent. Raises like `enqueue`;
-        an error names the destination: `destinations[4711]`.
-
-            outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
-        """
-        adapter = sync_adapter(connection, function="enqueue_fanout", async_function="aenqueue_fanout")
-        with self._producing(topic) as span:
-            message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
-            enqueued = run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
-            span.wrote(enqueued.ids)
-        return enqueued
-
-    async def aenqueue_fanout(
-        self,
-        connection: AsyncConnection,
-        topic: str | Topic[P],
-        payload: P,
-        destinations: Iterable[str | Recipient],
-        *,
-        content: object = None,
-        serializer: Serializer | None = None,
-        notify: bool = True,
-        require_transaction: bool = True,
-        **options: Unpack[FanoutOptions],
-    ) -> EnqueuedMany:
-        """Enqueue on an async connection, with the contract of `enqueue_fanout`.
-
-        await outbox.aenqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
-        """
-        adapter = async_adapter(connection, function="aenqueue_fanout", sync_function="enqueue_fanout")
-        with self._producing(topic) as span:
-            message = carrying(NewMessage(topic, payload, **options), span.context)
-            fanout = prepare_fanout(message, self._route(topic, serializer), destinations, content)
-            steps = insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
-            enqueued = await arun(adapter, steps)
-            span.wrote(enqueued.ids)
-        return enqueued
-
-    def cancel(
-        self,
-        connection: SyncConnection,
-        message_id: int | None = None,
-        *,
-        topic: str | Topic[Any] | None = None,
-        coalesce_key: str | None = None,
-        dedupe_key: str | None = None,
-        require_transaction: bool = True,
-    ) -> CancelResult:
-        """Cancel a message in the transaction of the caller's connection, and return the result.
-
-        Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
-        or this raises `ArgumentError`. A pending message is not delivered after the transaction commits. The handler of
-        a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
-        still be handed over. Idempotent. Waits for no lock. Raises like `enqueue`.
-
-            outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
-        """
-        adapter = sync_adapter(connection, function="cancel", async_function="acancel")
-        target = target_of(message_id, topic, coalesce_key, dedupe_key)
-        return run(adapter, cancel_one(target, require_transaction=require_transaction))
-
-    async def acancel(
-        self,
-        connection: AsyncConnection,
-        message_id: int | None = None,
-        *,
-        topic: str | Topic[Any] | None = None,
-        coalesce_key: str | None = None,
-        dedupe_key: str | None = None,
-        require_transaction: bool = True,
-    ) -> CancelResult:
-        """Cancel on an async connection, with the contract of `cancel`.
-
-        await outbox.acancel(connection, 4711)
-        """
-        adapter = async_adapter(connection, function="acancel", sync_function="cancel")
-        target = target_of(message_id, topic, coalesce_key, dedupe_key)
-        return await arun(adapter, cancel_one(target, require_transaction=require_transaction))
-
-    def cancel_all(
-        self,
-        connection: SyncConnection,
-        *,
-        owner: str | None = None,
-        destination: str | None = None,
-        topic: str | Topic[Any] | None = None,
-        require_transaction: bool = True,
-    ) -> list[Cancelled]:
-        """Cancel all messages of an owner, or to a destination, in the transaction of the caller's connection.
-
-        Each message that is pending or in flight is cancelled as by `cancel`; with a `topic`, only messages of this
-        topic. Returns the id and the result of each, oldest first. A message that another transaction has enqueued
-        and not yet committed is not cancelled: lock the row of the owner in both transactions. The time of a search by
-        destination grows with the number of pending messages; a search by owner uses an index. Raises like `enqueue`.
-
-            connection.execute("UPDATE account SET active = false WHERE id = 7")
-            outbox.cancel_all(connection, owner="account-7")
-        """
-        adapter = sync_adapter(connection, function="cancel_all", async_function="acancel_all")
-        target = targets_of(owner, destination, topic)
-        return run(adapter, cancel_each(target, require_transaction=require_transaction))
-
-    async def acancel_all(
-        self,
-        connection: AsyncConnection,
-        *,
-        owner: str | None = None,
-        destination: str | None = None,
-        topic: str | Topic[Any] | None = None,
-        require_transaction: bool = True,
-    ) -> list[Cancelled]:
-        """Cancel on an async connection, with the contract of `cancel_all`.
-
-        await outbox.acancel_all(connection, owner="account-7")
-        """
-        adapter = async_adapter(connection, function="acancel_all", sync_function="cancel_all")
-        target = targets_of(owner, destination, topic)
-        return await arun(adapter, cancel_each(target, require_transaction=require_transaction))
-
-    def reschedule(
-        self,
-        connection: SyncConnection,
-        message_id: int,
-        *,
-        available_at: datetime | None = None,
-        delay: Duration | None = None,
-        require_transaction: bool = True,
-    ) -> RescheduleResult:
-        """Make a pending message due at another time, in the transaction of the caller's connection.
-
-        Without a time it is due at once. `delay` (seconds or a timedelta) counts on PostgreSQL's clock. The message
-        keeps its attempts and its keys. Waits for no lock. Raises like `enqueue`.
-
-            outbox.reschedule(connection, 4711, delay=timedelta(hours=1))
-        """
-        adapter = sync_adapter(connection, function="reschedule", async_function="areschedule")
-        target = new_time_of(message_id, available_at, delay)
-        return run(adapter, reschedule_one(target, require_transaction=require_transaction))
-
-    async def areschedule(
-        self,
-        connection: AsyncConnection,
-        message_id: int,
-        *,
-        available_at: datetime | None = None,
-        delay: Duration | None = None,
-        require_transaction: bool = True,
-    ) -> RescheduleResult:
-        """Reschedule on an async connection, with the contract of `reschedule`.
-
-        await outbox.areschedule(connection, 4711)
-        """
-        adapter = async_adapter(connection, function="areschedule", sync_function="reschedule")
-        target = new_time_of(message_id, available_at, delay)
-        return await arun(adapter, reschedule_one(target, require_transaction=require_transaction))
+        return producer_on(connection, self._router)
 
     def draft(
         self,
@@ -717,138 +340,13 @@ class Outbox:
         serializer: Serializer | None = None,
         **options: Unpack[MessageOptions],
     ) -> Draft:
-        """Check a message like `enqueue`, and complete it from its topic's definition, without a connection.
+        """Check a message like `Producer.enqueue`, and complete it from its topic's definition, without a connection.
 
         The result is for `Operator.enqueue`. Raises like `enqueue`.
 
             operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
         """
-        return prepare(NewMessage(topic, payload, **options), self._route(topic, serializer))
-
-    def _enqueue(
-        self,
-        message: NewMessage[P],
-        *,
-        serializer: Serializer | None,
-        notify: bool,
-        require_transaction: bool,
-        best_effort: bool,
-    ) -> Steps[Enqueued | None]:
-        known: NewMessage[P] | Draft = message
-        try:
-            known = draft = prepare(message, self._route(message.topic, serializer))
-            inside = yield from transaction(required=require_transaction)
-            write = insert(draft, notify=notify, statement=sql.ENQUEUE_BEST_EFFORT if best_effort else sql.ENQUEUE)
-            return (yield from (in_savepoint(write) if best_effort and inside else write))
-        except UnprotectedError as unprotected:
-            # The caller gets the same error as without best effort: the driver's error with the driver's cause.
-            raise unprotected.error from unprotected.error.__cause__
-        except Exception as error:  # best effort: the caller continues after any error
-            if not best_effort or isinstance(error, ClosedError):
-                raise
-            self._log_lost(known, error)
-            return None
-
-    def _log_lost(self, message: NewMessage[Any] | Draft, error: Exception) -> None:
-        """Log a message that a best-effort call could not enqueue, without parts of its payload."""
-        answer = answer_of(error)
-        topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
-        options = message.options if isinstance(message, Draft) else {name: getattr(message, name) for name in _KEYS}
-        keys = {name: one_line(str(value)) for name in _KEYS if (value := options.get(name)) is not None}
-        error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
-        # The names of a payload's members may be values, so only the first part of a path is logged.
-        field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
-        text = self._text_of(error, answer)
-        _logger.error(
-            "a message could not be enqueued; the caller continues without it: %s: %s",
-            ", ".join(f"{name} {value}" for name, value in {"topic": one_line(topic), **keys}.items()),
-            ": ".join(filter(None, (error_type, sqlstate, field, text))),
-            extra={
-                "event": LogEvent.ENQUEUE_FAILED.value,
-                "topic": topic,
-                "coalesce_key": keys.get("coalesce_key"),
-                "dedupe_key": keys.get("dedupe_key"),
-                "ordering_key": keys.get("ordering_key"),
-                "owner": keys.get("owner"),
-                "error_type": error_type,
-                "sqlstate": sqlstate,
-                "field": field,
-                "error": text,
-            },
-        )
-
-    def _text_of(self, error: Exception, answer: Answer | None) -> str | None:
-        """Return the error's text for a log, redacted; None if the settings forbid it."""
-        try:
-            settings = self.settings
-        except ConfigurationError as invalid:
-            return str(invalid)  # Without settings no message can be written.
-        if not settings.error_texts:
-            return None
-        if isinstance(error, PgOutboxError):
-            text = error.reason if isinstance(error, ArgumentError) else str(error)
-        elif answer is not None:
-            # Without the detail, which may be a whole row, and the statement's parameters.
-            text = f"{answer.message}{_NEXT_STEPS.get(answer.sqlstate, '')}"
-        else:
-            text = describe(error)
-        return one_line(redact_text(text, settings.redacted_names))
-
-    def _producing(self, topic: str | Topic[P] | None) -> AbstractContextManager[Producing]:
-        """Open a span for enqueuing, if tracing is on."""
-        if not self._traces:
-            return UNTRACED
-        return producing(topic.name if isinstance(topic, Topic) else topic)
-
-    @cached_property
-    def _traces(self) -> bool:
-        try:
-            return self.settings.otel.traces
-        except ConfigurationError:
-            return False  # An invalid setting raises its error at its first use.
-
-    def _prepare_all(
-        self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
-    ) -> Bulk:
-        routes: dict[object, Route] = {}
-        bulk = Bulk()
-        for index, item in enumerate(items):
-            try:
-                if not isinstance(item, NewMessage):
-                    raise TypeError(f"items[{index}] must be a NewMessage, not {type(item).__name__}")
-                key = item.topic if type(item.topic) is str else id(item.topic)
-                if key not in routes:
-                    routes[key] = self._route(item.topic, serializer)
-                draft = prepare(carrying(item, context) if context else item, routes[key])
-            except ArgumentError as error:
-                raise ArgumentError(f"items[{index}].{error.field}", error.reason) from error.__cause__
-            bulk.add(draft)
-        return bulk
-
-    @cached_property
-    def _keyring(self) -> Keyring | None:
-        return keyring_of(self.settings.encryption_keys)
-
-    def _route(self, topic: str | Topic[P], serializer: Serializer | None) -> Route:
-        definition = self._definition(topic)
-        handler = self._handlers.get(definition.name)
-        retry = definition.retry or (None if handler is None else handler.retry)
-        # The default of the database needs no argument.
-        max_attempts = None if retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS else retry.max_attempts
-        keyring = self._keyring if definition.encrypted else None
-        return Route(definition, max_attempts, self.settings.max_payload_bytes, serializer, keyring)
-
-    def _definition(self, topic: str | Topic[P]) -> Topic[P]:
-        """Return the topic's own definition, or the one registered under its name."""
-        name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
-        known = self._topics.get(name)
-        if known is None and self._strict and name not in self._handlers:
-            raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by this outbox")
-        if not isinstance(topic, Topic):
-            return known or Topic(name)
-        if known is not None and known != topic:
-            raise ConfigurationError(f"topic {name!r} has another definition in this outbox")
-        return topic
+        return prepare(NewMessage(topic, payload, **options), self._router.route(topic, serializer))
 
 
 def _require_topic(name: str, topic: object) -> None:

@@ -123,25 +123,6 @@ class NewMessage(Generic[P]):
     on_duplicate: OnDuplicate | None = None
 
 
-class MessageOptions(TypedDict, total=False):
-    """The options of a message at a call site."""
-
-    queue: str | None
-    destination: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    available_at: datetime | None
-    delay: Duration | None
-    expires_at: datetime | None
-    headers: Mapping[str, str] | None
-    max_attempts: int | None
-    ordering_key: str | None
-    halts_key: bool | None
-    max_delay: Duration | None
-    owner: str | None
-    on_duplicate: OnDuplicate | None
-
-
 class FanoutOptions(TypedDict, total=False):
     """The options of the messages of a fan-out at a call site."""
 
@@ -152,6 +133,18 @@ class FanoutOptions(TypedDict, total=False):
     headers: Mapping[str, str] | None
     max_attempts: int | None
     owner: str | None
+
+
+class MessageOptions(FanoutOptions, total=False):
+    """The options of a message at a call site."""
+
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    ordering_key: str | None
+    halts_key: bool | None
+    max_delay: Duration | None
+    on_duplicate: OnDuplicate | None
 
 
 @dataclass(frozen=True, slots=True)

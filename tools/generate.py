@@ -30,6 +30,7 @@ from pydantic.fields import FieldInfo
 import pgoutbox
 from pgoutbox import migrate, operations, transports
 from pgoutbox.embedded import embedded_server
+from pgoutbox.enqueue.producer import Calls, Producer
 from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
@@ -520,7 +521,8 @@ def schema_page(connection: psycopg.Connection) -> str:
 # --- Python -----------------------------------------------------------------------------------------------------------
 
 _MODULE_TITLES: Final = {
-    "pgoutbox.outbox": "Register and enqueue",
+    "pgoutbox.outbox": "Register",
+    "pgoutbox.enqueue.producer": "Enqueue",
     "pgoutbox.enqueue.generators": "Results",
     "pgoutbox.operations.operator": "Operators",
     "pgoutbox.topics": "Messages to enqueue",
@@ -564,7 +566,20 @@ _FURTHER_NAMES: Final = {
 }  # fmt: skip
 
 # pgoutbox creates these; applications do not.
-_NOT_CONSTRUCTED: Final = frozenset({"Context", "Draft", "EmbeddedServer", "JsonText", "OutboxTestCase", "SyncContext"})
+_NOT_CONSTRUCTED: Final = frozenset(
+    {
+        *(
+            "AsyncProducer",
+            "Context",
+            "Draft",
+            "EmbeddedServer",
+            "JsonText",
+            "OutboxTestCase",
+            "Producer",
+            "SyncContext",
+        ),
+    }
+)
 
 # Applications read these: the page has the names of their fields.
 _RESULTS: Final = frozenset({*_FURTHER_NAMES["pgoutbox.operations"], "Finding", "Limits", "Row"}) - {
@@ -575,7 +590,14 @@ _RESULTS: Final = frozenset({*_FURTHER_NAMES["pgoutbox.operations"], "Finding", 
 # The keyword arguments that several functions of a module have.
 _OPTIONS: Final = {"pgoutbox.topics": (MessageOptions, FanoutOptions), "pgoutbox.worker.direct": (DirectOptions,)}
 
-# Members that the command line and the dashboard need, and the twins of others.
+# What the calls of a producer return, by the variables in their signatures.
+_RESULTS_OF_CALLS: Final = {
+    variable.__name__: inspect.formatannotation(result).replace("pgoutbox.enqueue.generators.", "")
+    for (base,) in [cast("Any", Producer).__orig_bases__]
+    for variable, result in zip(cast("Any", Calls).__parameters__, get_args(base), strict=True)
+}
+
+# Members that the command line and the dashboard need.
 _LEFT_OUT_MEMBERS: Final = {
     "Draft": {"options_json"},
     "SyncContext": {"connection", "should_stop", "ensure_lease"},
@@ -681,8 +703,6 @@ def _described(name: str, thing: object) -> Iterator[str]:
             for member, text in members:
                 yield _code_block(member)
                 yield text
-    if twins := _twins(thing):
-        yield f"On an async connection, with the same arguments and contract: {', '.join(map(_code, twins))}."
 
 
 # A longer signature is a block of its own.
@@ -701,7 +721,11 @@ def _shown_name(name: str, thing: object) -> str:
 
 
 def _class_line(name: str, kind: type) -> str:
-    bases = [base.__name__ for base in kind.__bases__ if base not in (object, tuple) and base.__name__ != "Generic"]
+    bases = [
+        base.__name__
+        for base in kind.__bases__
+        if base not in (object, tuple) and base.__name__ not in ("Generic", "Calls")
+    ]
     if issubclass(kind, enum.Enum) or name in _NOT_CONSTRUCTED or kind is Settings:
         return f"class {name}({', '.join(bases)})" if bases else f"class {name}"
     own_init = isinstance(vars(kind).get("__init__"), FunctionType)
@@ -715,10 +739,11 @@ def _class_line(name: str, kind: type) -> str:
 
 def _members(kind: type) -> Iterator[tuple[str, str]]:
     """Yield the signature and the text of each public member that has a text."""
-    left_out = _LEFT_OUT_MEMBERS.get(kind.__name__, set()) | {*_twins(kind), "redacted"}
+    left_out = _LEFT_OUT_MEMBERS.get(kind.__name__, set()) | {"redacted"}
     if kind.__module__.startswith("pgoutbox.transports.") and not getattr(kind, "_is_protocol", False):
         left_out |= {name for protocol in _PROTOCOLS for name in dir(getattr(transports, protocol))}
-    for name, member in vars(kind).items():
+    results = _RESULTS_OF_CALLS if kind is Producer else {}
+    for name, member in (vars(Calls) if kind is Producer else vars(kind)).items():
         if name.startswith("_") or name in left_out:
             continue
         if isinstance(member, property):
@@ -727,15 +752,12 @@ def _members(kind: type) -> Iterator[tuple[str, str]]:
         elif isinstance(member, (classmethod, staticmethod, FunctionType)):
             function = getattr(kind, name)
             shown = ("await " if inspect.iscoroutinefunction(function) else "") + _signature(name, function)
+            for variable, result in results.items():
+                shown = shown.replace("EnqueuedT | MaybeT", "MaybeT").replace(f"-> {variable}", f"-> {result}")
         else:
             continue
         if text := _first_paragraph(member):
             yield shown, text
-
-
-def _twins(kind: type) -> list[str]:
-    """Return the async methods that a sync one explains."""
-    return [name for name in vars(kind) if name.startswith("a") and name[1:] in vars(kind)]
 
 
 def _signature(name: str, function: Callable[..., object]) -> str:

@@ -24,7 +24,7 @@ def main() -> int:
     outbox = Outbox(load_settings())
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         began_at = time.monotonic()
-        outbox.enqueue_many(connection, (NewMessage(TOPIC, {"user_id": number}) for number in range(count)))
+        outbox.on(connection).enqueue_many(NewMessage(TOPIC, {"user_id": number}) for number in range(count))
         connection.commit()
         say(seconds=time.monotonic() - began_at, count=count)
     return 0

@@ -38,7 +38,7 @@ def main() -> int:
         while due_at < began_at + arguments.seconds and time.monotonic() < began_at + arguments.seconds:
             time.sleep(max(0.0, due_at - time.monotonic()))
             numbers = range(number, number + arguments.size)
-            outbox.enqueue_many(connection, [NewMessage(TOPIC, {"user_id": n}) for n in numbers])
+            outbox.on(connection).enqueue_many([NewMessage(TOPIC, {"user_id": n}) for n in numbers])
             sent_at = time.monotonic()
             connection.commit()
             produced.append((number, sent_at, time.monotonic()))

@@ -123,9 +123,9 @@ def sign_up(connection: psycopg.Connection, name: str, email: str) -> list[Enque
     if row is None:
         raise LookupError(f"no id for the person {name}")
     (person_id,) = row
-    activation = outbox.enqueue(connection, ACTIVATION, Activation(person_id=person_id, name=name, email=email))
-    notice = outbox.enqueue(
-        connection, ORGANISER_NOTICE, OrganiserNotice(person_id=person_id, text=f"{name} signed up.\n")
+    activation = outbox.on(connection).enqueue(ACTIVATION, Activation(person_id=person_id, name=name, email=email))
+    notice = outbox.on(connection).enqueue(
+        ORGANISER_NOTICE, OrganiserNotice(person_id=person_id, text=f"{name} signed up.\n")
     )
     return [
         Enqueued(activation.id, "activation", email),
@@ -138,7 +138,7 @@ def ask_for_reset(connection: psycopg.Connection, email: str, request: int) -> E
     row = connection.execute("SELECT id FROM person WHERE email = %s", (email,)).fetchone()
     if row is None:
         raise LookupError(f"no person has the address {email}")
-    reset = outbox.enqueue(connection, PASSWORD_RESET, PasswordReset(person_id=row[0], email=email, request=request))
+    reset = outbox.on(connection).enqueue(PASSWORD_RESET, PasswordReset(person_id=row[0], email=email, request=request))
     return Enqueued(reset.id, "password_reset", email)
 
 

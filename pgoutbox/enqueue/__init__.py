@@ -1,1 +1,1 @@
-"""Enqueue: turn a call of `Outbox.enqueue` into one statement on the caller's connection."""
+"""Enqueue: turn a call of a producer into one statement on the caller's connection."""

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, Protocol, TypeAlias, cast
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -112,34 +112,26 @@ AsyncConnection: TypeAlias = (
     | "sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession]"
 )
 
-_SYNC_TYPES = "psycopg.Connection, SQLAlchemy's Connection or Session, or Django's connection"
-_ASYNC_TYPES = (
+# An application has few types of connections, and the search for one costs as much as the rest of `on`.
+_known_names: Final[dict[type, str]] = {}
+_TYPES: Final = (
+    "psycopg.Connection, SQLAlchemy's Connection or Session, Django's connection, "
     "psycopg.AsyncConnection, SQLAlchemy's AsyncConnection or AsyncSession, or a Connection of asyncpg or its pool"
 )
 
 
-def sync_adapter(connection: object, *, function: str, async_function: str) -> SyncAdapter:
-    """Return the adapter of a sync connection. Raise `TypeError` for anything else."""
-    for name in _type_names(connection):
-        if name in _SYNC_ADAPTERS:
-            return _SYNC_ADAPTERS[name](connection)
-        if name in _ASYNC_ADAPTERS:
-            raise TypeError(f"{function} takes {_SYNC_TYPES}; for {name} use: await {async_function}(...)")
-    raise _refusal(connection, function, _SYNC_TYPES)
+def known_name(connection: object) -> str:
+    """Return the name under which the connection has an adapter, an empty text without one."""
+    kind = type(connection)
+    if kind not in _known_names:
+        names = _type_names(connection)
+        _known_names[kind] = next((name for name in names if name in SYNC_ADAPTERS or name in ASYNC_ADAPTERS), "")
+    return _known_names[kind]
 
 
-def async_adapter(connection: object, *, function: str, sync_function: str) -> AsyncAdapter:
-    """Return the adapter of an async connection. Raise `TypeError` for anything else."""
-    for name in _type_names(connection):
-        if name in _ASYNC_ADAPTERS:
-            return _ASYNC_ADAPTERS[name](connection)
-        if name in _SYNC_ADAPTERS:
-            raise TypeError(f"{function} takes {_ASYNC_TYPES}; for {name} use: {sync_function}(...)")
-    raise _refusal(connection, function, _ASYNC_TYPES)
-
-
-def _refusal(connection: object, function: str, accepted_types: str) -> TypeError:
-    text = f"{function} takes {accepted_types}, not {_type_names(connection)[0]}"
+def refusal(connection: object) -> TypeError:
+    """Return the error for a connection of an unknown kind."""
+    text = f"on takes {_TYPES}, not {_type_names(connection)[0]}"
     if hasattr(connection, "cursor"):
         text += "; with another driver of PostgreSQL call the SQL functions: SELECT pgoutbox.enqueue(...)"
     return TypeError(text)
@@ -162,7 +154,9 @@ def _psycopg_in_transaction(connection: psycopg.Connection[object] | psycopg.Asy
     return status != TransactionStatus.IDLE or not connection.autocommit
 
 
-class _Psycopg:
+class Psycopg:
+    """The adapter of a psycopg `Connection`."""
+
     def __init__(self, connection: psycopg.Connection[object]) -> None:
         self._connection = connection
 
@@ -312,15 +306,15 @@ class _Django(SyncAdapter):
             ) from error
 
 
-_SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
-    "psycopg.Connection": _Psycopg,
+SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
+    "psycopg.Connection": Psycopg,
     "sqlalchemy.engine.base.Connection": _of_connection,
     "sqlalchemy.orm.session.Session": _of_session,
     "sqlalchemy.orm.scoping.scoped_session": lambda registry: _of_session(registry()),
     "django.db.backends.base.base.BaseDatabaseWrapper": _Django,
     "django.utils.connection.ConnectionProxy": _Django,
 }
-_ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
+ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
     "psycopg.AsyncConnection": _AsyncPsycopg,
     "sqlalchemy.ext.asyncio.engine.AsyncConnection": lambda connection: _AsyncSQLAlchemy(connection, _of_connection),
     "sqlalchemy.ext.asyncio.session.AsyncSession": lambda session: _AsyncSQLAlchemy(session, _of_session),

@@ -141,7 +141,7 @@ def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
         while True:
             try:
                 answer = adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step)
-            except Exception as error:  # noqa: BLE001 - the step decides
+            except BaseException as error:  # noqa: BLE001 - the step decides, and a cancelled one ends its span
                 step = steps.throw(error)
             else:
                 step = steps.send(answer)
@@ -157,7 +157,7 @@ async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
         while True:
             try:
                 answer = await (adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step))
-            except Exception as error:  # noqa: BLE001 - the step decides
+            except BaseException as error:  # noqa: BLE001 - the step decides, and a cancelled one ends its span
                 step = steps.throw(error)
             else:
                 step = steps.send(answer)

@@ -30,7 +30,7 @@ from typing_extensions import Unpack
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
-from pgoutbox.enqueue.adapters import sync_adapter
+from pgoutbox.enqueue.adapters import Psycopg
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
 from pgoutbox.enqueue.payloads import to_json
 from pgoutbox.enqueue.validation import OPTIONS, Draft
@@ -284,11 +284,11 @@ class Operator:
         """Enqueue a message that `Outbox.draft` has made by its topic's definition.
 
         The audit records the topic and the id, but not the payload. A login with only the role of a producer or a
-        worker enqueues too, without a record. Raises like `Outbox.enqueue`.
+        worker enqueues too, without a record. Raises like `Producer.enqueue`.
 
             operator.enqueue(outbox.draft("mail.welcome", {"user_id": 7}))
         """
-        adapter = sync_adapter(self._connection, function="enqueue", async_function="asyncio.to_thread")
+        adapter = Psycopg(self._connection)
 
         def write() -> Enqueued:
             statement = sql.ENQUEUE_ACT if self._is_operator() else sql.ENQUEUE

@@ -68,7 +68,7 @@ async def asend_directly(
     The caller waits, for example for a button "send a test mail". A message that must arrive is enqueued:
     after a failure, a crash or a cancelled call, nobody tries a direct send again.
 
-    `destination` and `headers` are those of `Outbox.enqueue`, `content` is the shared content of a fan-out. The
+    `destination` and `headers` are those of `Producer.enqueue`, `content` is the shared content of a fan-out. The
     timeout is that of the handler, else PGOUTBOX_HANDLER_TIMEOUT_SECONDS. Redirects and blackouts apply as in a worker.
     From a copy of the database nothing is sent, nor while the database does not answer: the outcome is `Unavailable`
     then. The login of PGOUTBOX_DSN needs the role of a producer. A caller's transaction is not seen: commit before.

@@ -18,21 +18,20 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import psycopg
 import pytest
 
 import pgoutbox
-from pgoutbox import Outbox, Topic
+from pgoutbox import Outbox, Producer, Topic
 from pgoutbox.database import sql
+from pgoutbox.enqueue.producer import EnqueueOptions
 from pgoutbox.kernel import statements
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
-from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
 from pgoutbox.testing import OutboxDriver
-from pgoutbox.topics import MessageOptions
 from tests.support.command_line import run_process
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import enqueue
@@ -211,6 +210,8 @@ def test_python_blocks_use_existing_names_and_arguments(block: Block) -> None:
 def called(node: ast.Call) -> Callable[..., object] | None:
     """Return the public function or class of pgoutbox that is called."""
     match node.func:
+        case ast.Attribute(value=ast.Call(func=ast.Attribute(value=ast.Name(id="outbox"), attr="on")), attr=attribute):
+            return cast("Callable[..., object]", getattr(Producer, attribute))
         case ast.Attribute(value=ast.Name(id="outbox" | "driver" as name), attr=attribute):
             return getattr(OUTBOXES[name], attribute, None)
         case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in pgoutbox.__all__:
@@ -227,7 +228,7 @@ def arguments_of(function: Callable[..., object]) -> set[str]:
     parameters = inspect.signature(function).parameters
     names = set(parameters)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        names |= EnqueueOptions.__annotations__.keys() | MessageOptions.__annotations__.keys()
+        names |= EnqueueOptions.__annotations__.keys()
     return names
 
 
@@ -425,8 +426,8 @@ def test_a_capped_queue_is_full_at_its_cap_and_other_queues_are_not(capped: psyc
     ):
         capped.execute(one.encode())
     with_fallback = Outbox()
-    assert with_fallback.enqueue(capped, "greet", 1, queue="import", best_effort=True) is None
-    assert with_fallback.enqueue(capped, "greet", 1, queue="mail") is not None
+    assert with_fallback.on(capped).enqueue("greet", 1, queue="import", best_effort=True) is None
+    assert with_fallback.on(capped).enqueue("greet", 1, queue="mail") is not None
 
 
 @pytest.mark.slow

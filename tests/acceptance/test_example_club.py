@@ -328,7 +328,7 @@ def test_the_sql_of_the_producers_agrees_with_the_definition(
     db.execute("SELECT pgoutbox.erase(owner => 'registration-7')")
     for mail in ("member", "organiser"):
         wanted = club.RegistrationMail.model_validate({"registration": 7, "mail": mail})
-        club.outbox.enqueue(connection, club.REGISTRATION_MAIL, wanted)
+        club.outbox.on(connection).enqueue(club.REGISTRATION_MAIL, wanted)
     connection.commit()
     assert db.execute(columns).fetchall() == by_sql
     assert len(by_sql) == 2
@@ -410,7 +410,7 @@ async def test_a_strict_provider_refuses_none_of_the_clubs_mails(
         for number in range(1, 91):
             db.execute("INSERT INTO registration (number, name, email) VALUES (%s, 'Ada', 'ada@club.test')", [number])
             mail = club.RegistrationMail(registration=number, mail="member")
-            outbox.enqueue(db, club.REGISTRATION_MAIL, mail, require_transaction=False)
+            outbox.on(db).enqueue(club.REGISTRATION_MAIL, mail, require_transaction=False)
         while len(inbox.received) + provider.refused_count < 90:
             await Worker(outbox, queues=["mail"]).run_once()
             ((seconds,),) = db.execute(

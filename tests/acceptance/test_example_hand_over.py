@@ -154,7 +154,7 @@ async def test_a_task_runs_after_the_commit_with_a_stable_id(
 ) -> None:
     db.execute("CREATE TABLE invoice (id text PRIMARY KEY, order_id integer NOT NULL)")
     with psycopg.connect(dsn) as connection:
-        message_id = example.outbox.enqueue(connection, library.topic, task()).id
+        message_id = example.outbox.on(connection).enqueue(library.topic, task()).id
         await run_once(example, dsn)
         assert library.ids(client) == []
     await run_once(example, dsn, lose_answers)

@@ -115,7 +115,7 @@ def reader(request: pytest.FixtureRequest, dsn: str, server: Server, tmp_path: P
 @pytest.mark.parametrize("reader", FILES, indirect=True)
 async def test_a_page_leads_to_a_green_test_and_a_delivered_mail(reader: Reader, dsn: str) -> None:
     with psycopg.connect(dsn) as connection:
-        Outbox().enqueue(connection, "mail.welcome", None, destination="mailto:developer@example.org")
+        Outbox().on(connection).enqueue("mail.welcome", None, destination="mailto:developer@example.org")
     # Its tests do not deliver from the database of the developer.
     assert "2 passed" in await reader.run("test", PGOUTBOX_DSN=dsn, PGOUTBOX_MAIL_TRANSPORT="log")
     assert states(dsn) == {"pending": 1}

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 import pgoutbox
-from pgoutbox import Context, Message, Outbox
+from pgoutbox import Context, Message, Outbox, Producer
 from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings
 from pgoutbox.testing import OutboxDriver
@@ -94,6 +94,11 @@ def wrong_python(nodes: Iterator[ast.AST]) -> Iterator[str]:
             case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in KINDS:
                 if not has(KINDS[name], attribute) and attribute not in ENDINGS:
                     yield f"{name}.{attribute}"
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(attr="on")), attr=attribute)):
+                if not has(Producer, attribute):
+                    yield attribute
+                else:
+                    yield from wrong_arguments(node, getattr(Producer, attribute))
             case ast.Call(func=ast.Name(id=name)) if name in KINDS:
                 yield from wrong_arguments(node, KINDS[name])
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attribute)) if name in KINDS:
@@ -125,11 +130,12 @@ def test_the_names_in_backticks_exist(page: Path, rolled_back: psycopg.Connectio
 def test_the_check_finds_removed_names(rolled_back: psycopg.Connection) -> None:
     in_schema = frozenset(name for (name,) in rolled_back.execute(IN_SCHEMA))
     for span in (
-        "Transient(..., unknown=True)", "outbox.enqueue_soon(connection)", "Outbox.publish()",
+        "Transient(..., unknown=True)", "outbox.enqueue(connection)", "Outbox.publish()",
+        "outbox.on(connection).enqueue_soon(1)", "outbox.on(connection).enqueue(1, qeue=2)",
         "pgoutbox.message_viewer", "worker/batcher.py", "Rescheduled", "operator.redrive_some()",
     ):  # fmt: skip
         assert list(wrong_in(span, ROOT / "README.md", in_schema)) != [], span
     for span in (
-        "SendFailure(..., unknown=True)", "outbox.enqueue(connection)", "pgoutbox.message_view", "worker/loader.py",
+        "SendFailure(..., unknown=True)", "outbox.on(c).enqueue(1)", "pgoutbox.message_view", "worker/loader.py",
     ):  # fmt: skip
         assert list(wrong_in(span, ROOT / "README.md", in_schema)) == [], span

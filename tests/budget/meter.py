@@ -84,8 +84,7 @@ def _one_by_one(connection: Connection, count: int, **keys: str) -> None:
     outbox = Outbox()
     for number in range(count):
         with connection.transaction():
-            outbox.enqueue(
-                connection,
+            outbox.on(connection).enqueue(
                 "budget.plain",
                 {"n": number},
                 coalesce_key=f"{keys['coalesce_key']}{number}" if "coalesce_key" in keys else None,

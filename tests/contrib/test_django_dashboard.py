@@ -365,7 +365,7 @@ from pgoutbox.contrib.django import outbox
 class LiveTest(LiveServerTestCase):
     def test_the_page_shows_the_test_database(self):
         with transaction.atomic():
-            outbox.enqueue(connection, "mail.welcome", {}, destination="mailto:only.here@example.org")
+            outbox.on(connection).enqueue("mail.welcome", {}, destination="mailto:only.here@example.org")
         self.client.force_login(User.objects.create_superuser("root"))
         cookie = f"sessionid={self.client.cookies['sessionid'].value}"
         asked = urllib.request.Request(f"{self.live_server_url}/outbox/messages", headers={"Cookie": cookie})

@@ -390,7 +390,7 @@ def test_other_ends():
 
 def test_other_topic():
     with transaction.atomic():
-        other = outbox.enqueue(connection, "mail.welcome", {{}})
+        other = outbox.on(connection).enqueue("mail.welcome", {{}})
     raises(TaskResultDoesNotExist, "", default_task_backend.get_result, str(other.id))
 
 def store(result, attempt_count, value):

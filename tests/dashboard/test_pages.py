@@ -704,7 +704,7 @@ def test_an_encrypted_payload_is_labelled(dsn: str, open_site: Callable[..., Sit
     outbox = Outbox(load_settings(dsn=dsn, encryption_keys=Fernet.generate_key().decode()))
     outbox.define(Topic("sealed", encrypted=True))
     with db.transaction():
-        message_id = outbox.enqueue(db, "sealed", {"code": CANARY}).id
+        message_id = outbox.on(db).enqueue("sealed", {"code": CANARY}).id
     page = get(open_site(dsn, outbox).ada, f"/messages/{message_id}")
     assert "(encrypted)" in page.text
     assert CANARY not in page.text

@@ -119,17 +119,17 @@ def test_an_enqueue_on_a_latin1_connection_names_the_encoding_that_lacks_a_chara
     outbox = Outbox(settings_for(dsn))
     with psycopg.connect(dsn, client_encoding="LATIN1") as connection:
         with pytest.raises(ConfigurationError, match=r"client_encoding: .* lacks '\\u20ac'.* UTF8"):
-            outbox.enqueue(connection, "greet", UNSPEAKABLE)
-        outbox.enqueue(connection, "greet", "für alle")
+            outbox.on(connection).enqueue("greet", UNSPEAKABLE)
+        outbox.on(connection).enqueue("greet", "für alle")
         assert connection.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [("für alle",)]
 
 
 def test_an_enqueue_on_a_connection_without_an_encoding_writes_utf8(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     with psycopg.connect(dsn, client_encoding="SQL_ASCII") as connection:
-        enqueued = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
-        again = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
-        bulk = outbox.enqueue_many(connection, [NewMessage("greet", UNSPEAKABLE, dedupe_key="once")])
+        enqueued = outbox.on(connection).enqueue("greet", UNSPEAKABLE, dedupe_key="once")
+        again = outbox.on(connection).enqueue("greet", UNSPEAKABLE, dedupe_key="once")
+        bulk = outbox.on(connection).enqueue_many([NewMessage("greet", UNSPEAKABLE, dedupe_key="once")])
     assert again == Enqueued(enqueued.id, True)
     assert bulk == [again]
     assert db.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [(UNSPEAKABLE,)]
@@ -201,7 +201,7 @@ def test_a_session_that_reads_null_in_arrays_as_a_text_enqueues_bulks(dsn: str, 
     """Arrays of values would get the key NULL for the messages without one."""
     outbox = Outbox(settings_for(dsn))
     with login_with(dsn, *ROLES, array_nulls="off") as own_dsn, psycopg.connect(own_dsn) as connection:
-        outbox.enqueue_many(connection, [NewMessage("greet", 1, dedupe_key="k"), NewMessage("greet", 2)])
-        outbox.enqueue_fanout(connection, "greet", 3, ["a:1", "a:2"])
+        outbox.on(connection).enqueue_many([NewMessage("greet", 1, dedupe_key="k"), NewMessage("greet", 2)])
+        outbox.on(connection).enqueue_fanout("greet", 3, ["a:1", "a:2"])
     rows = db.execute("SELECT payload, dedupe_key, owner FROM pgoutbox.message ORDER BY payload").fetchall()
     assert rows == [(1, "k", None), (2, None, None), (3, None, None), (3, None, None)]

@@ -626,26 +626,26 @@ def test_a_worker_can_delete_only_messages_that_it_holds_and_a_rule_allows(
 def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psycopg.Connection) -> None:
     outbox = Outbox()
     with login(dsn, PRODUCER) as their_dsn, psycopg.connect(their_dsn) as producer:
-        plain = outbox.enqueue(producer, "mail", {"a": 1})
-        keyed = outbox.enqueue(
-            producer, "mail", {}, coalesce_key="k", dedupe_key="d", delay=60, max_delay=600, headers={"a": "b"},
+        plain = outbox.on(producer).enqueue("mail", {"a": 1})
+        keyed = outbox.on(producer).enqueue(
+            "mail", {}, coalesce_key="k", dedupe_key="d", delay=60, max_delay=600, headers={"a": "b"},
             destination="mailto:ada@example.org",
         )  # fmt: skip
-        assert outbox.enqueue(producer, "mail", {}, coalesce_key="k", max_delay=600).id > keyed.id
-        assert outbox.enqueue(producer, "mail", {}, coalesce_key="k", dedupe_key="d").duplicate
-        ordered = outbox.enqueue(producer, "mail", {}, ordering_key="o", halts_key=True, best_effort=True)
-        many = outbox.enqueue_many(
-            producer, [NewMessage("mail", 1), NewMessage("mail", 2, coalesce_key="x"), NewMessage("mail", 3, delay=1)]
+        assert outbox.on(producer).enqueue("mail", {}, coalesce_key="k", max_delay=600).id > keyed.id
+        assert outbox.on(producer).enqueue("mail", {}, coalesce_key="k", dedupe_key="d").duplicate
+        ordered = outbox.on(producer).enqueue("mail", {}, ordering_key="o", halts_key=True, best_effort=True)
+        many = outbox.on(producer).enqueue_many(
+            [NewMessage("mail", 1), NewMessage("mail", 2, coalesce_key="x"), NewMessage("mail", 3, delay=1)]
         )
-        fanned = outbox.enqueue_fanout(producer, "mail", {}, ["tel:1", "tel:2"], content={"text": "shared"})
+        fanned = outbox.on(producer).enqueue_fanout("mail", {}, ["tel:1", "tel:2"], content={"text": "shared"})
         assert ordered is not None
-        assert outbox.cancel(producer, message_id=plain.id) is CancelResult.CANCELLED
-        assert outbox.cancel(producer, topic="mail", coalesce_key="x") is CancelResult.CANCELLED
-        assert outbox.cancel(producer, topic="mail", dedupe_key="d") is CancelResult.SKIPPED  # It is superseded.
-        assert outbox.reschedule(producer, ordered.id, delay=60) is RescheduleResult.RESCHEDULED
-        owned = outbox.enqueue(producer, "mail", {}, owner="account-7")
-        assert outbox.cancel_all(producer, owner="account-7") == [Cancelled(owned.id, CancelResult.CANCELLED)]
-        assert outbox.cancel(producer, topic="mail", dedupe_key="unknown") is CancelResult.MISSING
+        assert outbox.on(producer).cancel(message_id=plain.id) is CancelResult.CANCELLED
+        assert outbox.on(producer).cancel(topic="mail", coalesce_key="x") is CancelResult.CANCELLED
+        assert outbox.on(producer).cancel(topic="mail", dedupe_key="d") is CancelResult.SKIPPED  # It is superseded.
+        assert outbox.on(producer).reschedule(ordered.id, delay=60) is RescheduleResult.RESCHEDULED
+        owned = outbox.on(producer).enqueue("mail", {}, owner="account-7")
+        assert outbox.on(producer).cancel_all(owner="account-7") == [Cancelled(owned.id, CancelResult.CANCELLED)]
+        assert outbox.on(producer).cancel(topic="mail", dedupe_key="unknown") is CancelResult.MISSING
         producer.commit()
         with pytest.raises(psycopg.errors.InvalidParameterValue):
             producer.execute("SELECT pgoutbox.enqueue('Mail', '1')")
@@ -685,15 +685,15 @@ async def test_a_worker_delivers_with_every_outcome(dsn: str, worker_dsn: str, c
     @outbox.handler("transactional", transactional=True)
     async def transactional(message: Message, ctx: Context) -> None:
         assert ctx.connection is not None
-        await outbox.aenqueue(ctx.connection, "sent", {"after": message.id})
+        await outbox.on(ctx.connection).enqueue("sent", {"after": message.id})
 
     ids = {topic: enqueue(connection, topic, max_attempts=3) for topic in answers}
     ids["transactional"] = enqueue(connection, "transactional")
     ids["older"], ids["newer"] = (enqueue(connection, "sent", coalesce_key="k") for _ in range(2))
     ids["first"], ids["second"] = (enqueue(connection, "sent", ordering_key="o") for _ in range(2))
     limited = [enqueue(connection, "sent", queue="limited") for _ in range(3)]
-    outbox.enqueue_fanout(
-        connection, "sent", {}, ["tel:1", "tel:2"], content={"text": "shared"}, require_transaction=False
+    outbox.on(connection).enqueue_fanout(
+        "sent", {}, ["tel:1", "tel:2"], content={"text": "shared"}, require_transaction=False
     )
     ids["lost"] = put(connection, State.SENDING, topic="sent")
     lapse(connection, ids["lost"])

@@ -23,7 +23,7 @@ class GreetingTest(TransactionTestCase):  # type: ignore[misc] # Django ships no
         with transaction.atomic():
             Member.objects.create(email=EMAIL)
             for topic in topics:
-                outbox.enqueue(connection, topic, EMAIL)
+                outbox.on(connection).enqueue(topic, EMAIL)
         driver = OutboxDriver(outbox, dsn_of(connection))
         self.addCleanup(driver.clear)
         driver.drain()

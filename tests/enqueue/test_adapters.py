@@ -36,11 +36,13 @@ from sqlalchemy.pool import NullPool
 
 from pgoutbox import (
     ArgumentError,
+    AsyncProducer,
     CancelResult,
     DedupeConflictError,
     Enqueued,
     NewMessage,
     Outbox,
+    Producer,
     SchemaError,
     TransactionError,
 )
@@ -57,7 +59,7 @@ DJANGO_ALIAS = "outbox"
 class Caller:
     """A connection of some kind, in its own transaction or in autocommit mode.
 
-    `run` returns the result of a method of the outbox, after awaiting it if it is a coroutine.
+    `run` returns the result of a call of the producer, after awaiting it if it is a coroutine.
     """
 
     connection: Any
@@ -70,17 +72,18 @@ class Caller:
     driver_error: type[Exception]
     outbox: Outbox = field(default_factory=Outbox)
 
+    @property
+    def producer(self) -> Any:  # noqa: ANN401 - of either kind
+        return self.outbox.on(self.connection)
+
     def enqueue(self, topic: str, payload: object, **options: object) -> Enqueued | None:
-        method: Any = self.outbox.aenqueue if self.is_async else self.outbox.enqueue
-        return cast("Enqueued | None", self.run(method(self.connection, topic, payload, **options)))
+        return cast("Enqueued | None", self.run(self.producer.enqueue(topic, payload, **options)))
 
     def enqueue_many(self, items: Iterable[NewMessage[Any]], **options: object) -> list[Enqueued]:
-        method: Any = self.outbox.aenqueue_many if self.is_async else self.outbox.enqueue_many
-        return cast("list[Enqueued]", self.run(method(self.connection, items, **options)))
+        return cast("list[Enqueued]", self.run(self.producer.enqueue_many(items, **options)))
 
     def cancel(self, message_id: int | None = None, **options: object) -> CancelResult:
-        method: Any = self.outbox.acancel if self.is_async else self.outbox.cancel
-        return cast("CancelResult", self.run(method(self.connection, message_id, **options)))
+        return cast("CancelResult", self.run(self.producer.cancel(message_id, **options)))
 
 
 @contextlib.contextmanager
@@ -500,7 +503,7 @@ def test_best_effort_keeps_the_callers_transaction_usable(caller: Caller, observ
 
 
 def logged_failures(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [vars(record)["sqlstate"] for record in caplog.records if record.name == "pgoutbox.outbox"]
+    return [vars(record)["sqlstate"] for record in caplog.records if record.name == "pgoutbox.enqueue.producer"]
 
 
 def lock_timeout_of(caller: Caller, observer: psycopg.Connection) -> str:
@@ -590,24 +593,8 @@ def test_best_effort_reports_a_closed_connection(caller: Caller) -> None:
         caller.enqueue("mail", 1, best_effort=True)
 
 
-def test_a_connection_for_the_other_method_is_a_type_error_that_names_it(caller: Caller) -> None:
-    outbox: Any = caller.outbox
-
-    async def call_async() -> None:
-        await outbox.aenqueue(caller.connection, "mail", 1)
-
-    if caller.is_async:
-        with pytest.raises(
-            TypeError, match=r"^enqueue takes psycopg\.Connection, .*; for .* use: await aenqueue\(\.\.\.\)$"
-        ):
-            outbox.enqueue(caller.connection, "mail", 1)
-        with pytest.raises(TypeError, match=r"^cancel takes .* use: await acancel"):
-            outbox.cancel(caller.connection, 1)
-    else:
-        with pytest.raises(
-            TypeError, match=r"^aenqueue takes psycopg\.AsyncConnection, .*; for .* use: enqueue\(\.\.\.\)$"
-        ):
-            asyncio.run(call_async())
+def test_the_kind_of_the_connection_decides_whether_calls_are_awaited(caller: Caller) -> None:
+    assert type(caller.producer) is (AsyncProducer if caller.is_async else Producer)
 
 
 # --- specific kinds ---------------------------------------------------------------------------------------------------
@@ -627,8 +614,8 @@ class TestPsycopg:
     def test_the_callers_connection_settings_do_no_harm(self, dsn: str, options: dict[str, Any]) -> None:
         with psycopg.connect(dsn, **options) as connection:
             for number in range(3):
-                enqueued = Outbox().enqueue(connection, "mail", number)
-                assert Outbox().enqueue_many(connection, [NewMessage("mail", number)])[0].id > enqueued.id
+                enqueued = Outbox().on(connection).enqueue("mail", number)
+                assert Outbox().on(connection).enqueue_many([NewMessage("mail", number)])[0].id > enqueued.id
 
     @pytest.mark.parametrize("autocommit", [True, False])
     def test_an_enqueue_works_in_a_pipeline(
@@ -638,9 +625,9 @@ class TestPsycopg:
         outbox = Outbox()
         with connection.pipeline(), connection.transaction():
             connection.execute("CREATE TABLE account (id bigint)")
-            outbox.enqueue(connection, "mail", 1, dedupe_key="k")
-            assert outbox.enqueue(connection, "mail", 2, dedupe_key="k", best_effort=True) is None
-            outbox.enqueue_many(connection, [NewMessage("mail", 3)])
+            outbox.on(connection).enqueue("mail", 1, dedupe_key="k")
+            assert outbox.on(connection).enqueue("mail", 2, dedupe_key="k", best_effort=True) is None
+            outbox.on(connection).enqueue_many([NewMessage("mail", 3)])
             connection.execute("INSERT INTO account VALUES (7)")
         connection.commit()
         assert payloads(observer) == [1, 3]
@@ -651,7 +638,7 @@ class TestPsycopg:
     ) -> None:
         with pytest.raises(errors.DivisionByZero), connection.pipeline():  # noqa: PT012 - met by the second statement
             connection.execute("SELECT 1 / 0")
-            Outbox().enqueue(connection, "mail", 1, best_effort=True)
+            Outbox().on(connection).enqueue("mail", 1, best_effort=True)
 
     async def test_an_enqueue_works_in_an_async_pipeline(
         self, aconnect: AsyncConnect, observer: psycopg.Connection
@@ -659,12 +646,12 @@ class TestPsycopg:
         connection = await aconnect()
         outbox = Outbox()
         async with connection.pipeline():
-            await outbox.aenqueue(connection, "mail", 1, dedupe_key="k")
-            assert await outbox.aenqueue(connection, "mail", 2, dedupe_key="k", best_effort=True) is None
-            await outbox.aenqueue_many(connection, [NewMessage("mail", 3)])
+            await outbox.on(connection).enqueue("mail", 1, dedupe_key="k")
+            assert await outbox.on(connection).enqueue("mail", 2, dedupe_key="k", best_effort=True) is None
+            await outbox.on(connection).enqueue_many([NewMessage("mail", 3)])
             with pytest.raises(errors.DivisionByZero):  # noqa: PT012 - met by the second statement
                 await connection.execute("SELECT 1 / 0")
-                await outbox.aenqueue(connection, "mail", 1, best_effort=True)
+                await outbox.on(connection).enqueue("mail", 1, best_effort=True)
         await connection.rollback()
         assert payloads(observer) == []
 
@@ -673,7 +660,7 @@ class TestPsycopg:
     ) -> None:
         connection = connect(autocommit=True)
         with connection.transaction():
-            Outbox().enqueue(connection, "mail", 1)
+            Outbox().on(connection).enqueue("mail", 1)
             assert payloads(observer) == []
         assert payloads(observer) == [1]
 
@@ -682,7 +669,7 @@ class TestPsycopg:
     ) -> None:
         connection = await aconnect(autocommit=True)
         async with connection.transaction():
-            await Outbox().aenqueue(connection, "mail", 1)
+            await Outbox().on(connection).enqueue("mail", 1)
             assert payloads(observer) == []
         assert payloads(observer) == [1]
 
@@ -691,14 +678,14 @@ class TestPsycopg:
             pass
 
         with Traced.connect(dsn) as connection:
-            assert Outbox().enqueue(connection, "mail", 1)
+            assert Outbox().on(connection).enqueue("mail", 1)
 
     def test_a_savepoint_of_the_caller_is_respected(self, connection: psycopg.Connection) -> None:
         with contextlib.suppress(LookupError), connection.transaction():
             connection.execute("SELECT")
             with connection.transaction():
-                Outbox().enqueue(connection, "mail", 1)
-                Outbox().enqueue(connection, "mail", 1, best_effort=True)
+                Outbox().on(connection).enqueue("mail", 1)
+                Outbox().on(connection).enqueue("mail", 1, best_effort=True)
                 raise LookupError
         connection.commit()
         assert payloads(connection) == []
@@ -716,7 +703,7 @@ class TestSQLAlchemy:
             base.metadata.create_all(engine)
             with orm.Session(engine) as session, session.begin():
                 session.add(account(id=7))
-                Outbox().enqueue(session, "mail", 1)
+                Outbox().on(session).enqueue("mail", 1)
                 assert session.new
             assert payloads(observer) == [1]
             assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
@@ -733,13 +720,13 @@ class TestSQLAlchemy:
             with pytest.raises(sqlalchemy.exc.ProgrammingError):
                 session.flush()
             with pytest.raises(TransactionError, match="the transaction is aborted"):
-                Outbox().enqueue(session, "mail", 1)
+                Outbox().on(session).enqueue("mail", 1)
 
     def test_a_rolled_back_nested_transaction_removes_its_message(self, dsn: str, observer: psycopg.Connection) -> None:
         with sqlalchemy_engine(dsn, autocommit=False) as engine, engine.begin() as connection:
-            Outbox().enqueue(connection, "mail", 1)
+            Outbox().on(connection).enqueue("mail", 1)
             nested = connection.begin_nested()
-            Outbox().enqueue(connection, "mail", 2)
+            Outbox().on(connection).enqueue("mail", 2)
             nested.rollback()
         assert payloads(observer) == [1]
 
@@ -749,7 +736,7 @@ class TestSQLAlchemy:
             engine.connect() as connection,
             pytest.raises(TypeError, match=r"the SQLAlchemy dialect is sqlite\+pysqlite"),
         ):
-            Outbox().enqueue(connection, "mail", 1)
+            Outbox().on(connection).enqueue("mail", 1)
         engine.dispose()
 
     def test_an_engine_is_not_a_connection(self, dsn: str) -> None:
@@ -758,7 +745,7 @@ class TestSQLAlchemy:
             sqlalchemy_engine(dsn, autocommit=False) as engine,
             pytest.raises(TypeError, match=r"not sqlalchemy\..*Engine"),
         ):
-            outbox.enqueue(engine, "mail", 1)
+            outbox.on(engine).enqueue("mail", 1)
 
 
 class TestDjango:
@@ -766,8 +753,8 @@ class TestDjango:
         with django_connection(dsn, autocommit=True) as caller:
             with django_transaction.atomic(using=DJANGO_ALIAS):
                 for connection in (caller.connection, django.db.connections[DJANGO_ALIAS]):
-                    caller.outbox.enqueue(connection, "mail", 1)
-                    assert caller.outbox.enqueue(connection, "mail", "\0", best_effort=True) is None
+                    caller.outbox.on(connection).enqueue("mail", 1)
+                    assert caller.outbox.on(connection).enqueue("mail", "\0", best_effort=True) is None
                 assert payloads(observer) == []
             assert payloads(observer) == [1, 1]
 
@@ -780,14 +767,14 @@ class TestDjango:
     def test_another_database_is_a_type_error(self) -> None:
         handler = ConnectionHandler({"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
         with pytest.raises(TypeError, match=r"Django's connection works on .*sqlite.*: pgoutbox takes PostgreSQL"):
-            Outbox().enqueue(handler["default"], "mail", 1)
+            Outbox().on(handler["default"]).enqueue("mail", 1)
 
 
 @pytest.mark.parametrize("thing", [None, "postgresql:///app", object(), Outbox()])
 def test_any_other_object_is_a_type_error(thing: object) -> None:
     outbox: Any = Outbox()
-    with pytest.raises(TypeError, match=r"^enqueue takes psycopg\.Connection, .*, not "):
-        outbox.enqueue(thing, "mail", 1)
+    with pytest.raises(TypeError, match=r"^on takes psycopg\.Connection, .*, not "):
+        outbox.on(thing).enqueue("mail", 1)
 
 
 def test_the_refusal_of_another_driver_names_the_sql_function() -> None:
@@ -796,4 +783,4 @@ def test_the_refusal_of_another_driver_names_the_sql_function() -> None:
         contextlib.closing(sqlite3.connect(":memory:")) as connection,
         pytest.raises(TypeError, match=r"not sqlite3\.Connection; .* SELECT pgoutbox\.enqueue\(\.\.\.\)$"),
     ):
-        outbox.enqueue(connection, "mail", 1)
+        outbox.on(connection).enqueue("mail", 1)

@@ -171,7 +171,7 @@ def enqueue_by_python(connection: psycopg.Connection, items: Sequence[Item]) -> 
     messages = [
         NewMessage(i.topic, 1, queue=i.queue, coalesce_key=i.coalesce_key, ordering_key=i.ordering_key) for i in items
     ]
-    answers = Outbox().enqueue_many(connection, messages)
+    answers = Outbox().on(connection).enqueue_many(messages)
     return [(index, answer.id, answer.duplicate) for index, answer in enumerate(answers)]
 
 

@@ -45,11 +45,11 @@ def test_the_answer_gives_the_state_of_the_message(
     message_id = put(rolled_back, state, topic="mail", coalesce_key="c", dedupe_key="d")
     put(rolled_back, topic="other", coalesce_key="c", dedupe_key="d")
     if way == "id":
-        assert outbox.cancel(rolled_back, message_id) is answer
+        assert outbox.on(rolled_back).cancel(message_id) is answer
     elif way == "coalesce_key":
-        assert outbox.cancel(rolled_back, topic="mail", coalesce_key="c") is answer
+        assert outbox.on(rolled_back).cancel(topic="mail", coalesce_key="c") is answer
     else:
-        assert outbox.cancel(rolled_back, topic=Topic("mail"), dedupe_key="d") is answer
+        assert outbox.on(rolled_back).cancel(topic=Topic("mail"), dedupe_key="d") is answer
     assert state_of(rolled_back, message_id) == after
 
 
@@ -64,14 +64,14 @@ def test_a_second_cancel_changes_nothing(
     outbox: Outbox, rolled_back: psycopg.Connection, state: State, first: CancelResult, second: CancelResult
 ) -> None:
     message_id = put(rolled_back, state)
-    assert outbox.cancel(rolled_back, message_id) is first
-    assert outbox.cancel(rolled_back, message_id) is second
+    assert outbox.on(rolled_back).cancel(message_id) is first
+    assert outbox.on(rolled_back).cancel(message_id) is second
 
 
 def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    assert outbox.cancel(rolled_back, 2**63 - 1) is CancelResult.MISSING
-    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="none") is CancelResult.MISSING
-    assert outbox.cancel(rolled_back, topic="mail", dedupe_key="none") is CancelResult.MISSING
+    assert outbox.on(rolled_back).cancel(2**63 - 1) is CancelResult.MISSING
+    assert outbox.on(rolled_back).cancel(topic="mail", coalesce_key="none") is CancelResult.MISSING
+    assert outbox.on(rolled_back).cancel(topic="mail", dedupe_key="none") is CancelResult.MISSING
 
 
 async def test_a_coalesce_key_cancels_the_newest_message_and_delivers_no_older_one(
@@ -80,7 +80,7 @@ async def test_a_coalesce_key_cancels_the_newest_message_and_delivers_no_older_o
     caller = connect()
     older = put(caller, coalesce_key="k")
     newest = put(caller, coalesce_key="k")
-    assert outbox.cancel(caller, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
+    assert outbox.on(caller).cancel(topic="mail", coalesce_key="k") is CancelResult.CANCELLED
     caller.commit()
     assert await delivered_once(dsn, "mail") == []
     assert state_of(caller, older) == State.SKIPPED
@@ -93,7 +93,7 @@ async def test_a_cancelled_message_is_not_delivered_after_the_commit(
     caller = connect()
     message_id = put(caller)
     caller.commit()
-    assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
+    assert outbox.on(caller).cancel(message_id) is CancelResult.CANCELLED
     assert await delivered_once(dsn, "mail") == []
     caller.rollback()
     assert await delivered_once(dsn, "mail") == [message_id]
@@ -107,7 +107,7 @@ async def test_the_cancel_of_a_locked_row_is_requested_without_waiting(
     caller.commit()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
     caller.execute("SET LOCAL lock_timeout = '1ms'")
-    assert outbox.cancel(caller, message_id) is CancelResult.REQUESTED
+    assert outbox.on(caller).cancel(message_id) is CancelResult.REQUESTED
     caller.commit()
     holder.rollback()
     assert await delivered_once(dsn, "mail") == []
@@ -118,10 +118,10 @@ def test_two_crosswise_cancels_do_not_deadlock(outbox: Outbox, connect: Connect)
     first, second = connect(), connect()
     one, other = put(first), put(first)
     first.commit()
-    assert outbox.cancel(first, one) is CancelResult.CANCELLED
-    assert outbox.cancel(second, other) is CancelResult.CANCELLED
-    assert outbox.cancel(first, other) is CancelResult.REQUESTED
-    assert outbox.cancel(second, one) is CancelResult.REQUESTED
+    assert outbox.on(first).cancel(one) is CancelResult.CANCELLED
+    assert outbox.on(second).cancel(other) is CancelResult.CANCELLED
+    assert outbox.on(first).cancel(other) is CancelResult.REQUESTED
+    assert outbox.on(second).cancel(one) is CancelResult.REQUESTED
     first.commit()
     second.commit()
     assert [state_of(first, message_id) for message_id in (one, other)] == ["cancelled", "cancelled"]
@@ -132,15 +132,15 @@ def test_cancel_works_under_stricter_isolation(outbox: Outbox, connection: psyco
     message_id = put(connection)
     connection.commit()
     connection.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}".encode())
-    assert outbox.cancel(connection, message_id) is CancelResult.CANCELLED
+    assert outbox.on(connection).cancel(message_id) is CancelResult.CANCELLED
 
 
 async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConnect) -> None:
     connection = await aconnect()
-    message_id = (await outbox.aenqueue(connection, "mail", 1, coalesce_key="k")).id
-    assert await outbox.acancel(connection, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
-    assert await outbox.acancel(connection, message_id) is CancelResult.ALREADY_CANCELLED
-    assert await outbox.acancel(connection, message_id + 1) is CancelResult.MISSING
+    message_id = (await outbox.on(connection).enqueue("mail", 1, coalesce_key="k")).id
+    assert await outbox.on(connection).cancel(topic="mail", coalesce_key="k") is CancelResult.CANCELLED
+    assert await outbox.on(connection).cancel(message_id) is CancelResult.ALREADY_CANCELLED
+    assert await outbox.on(connection).cancel(message_id + 1) is CancelResult.MISSING
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_message_must_be_named_in_exactly_one_way(
     outbox: Outbox, rolled_back: psycopg.Connection, arguments: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
-        outbox.cancel(rolled_back, **arguments)
+        outbox.on(rolled_back).cancel(**arguments)
     assert caught.value.field == field
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 

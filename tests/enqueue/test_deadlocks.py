@@ -27,11 +27,11 @@ pytestmark = pytest.mark.slow
 
 
 def enqueue_coalesced(connection: psycopg.Connection, key: str) -> None:
-    Outbox().enqueue(connection, "greet", None, coalesce_key=key)
+    Outbox().on(connection).enqueue("greet", None, coalesce_key=key)
 
 
 def enqueue_deduped(connection: psycopg.Connection, key: str) -> None:
-    Outbox().enqueue(connection, "greet", None, dedupe_key=key)
+    Outbox().on(connection).enqueue("greet", None, dedupe_key=key)
 
 
 def in_different_order(connect: Connect, enqueue: Callable[[psycopg.Connection, str], None]) -> None:
@@ -84,7 +84,7 @@ def in_sql(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
 
 
 def in_python(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
-    Outbox().enqueue_many(connection, [NewMessage(**options) for options in messages])
+    Outbox().on(connection).enqueue_many([NewMessage(**options) for options in messages])
 
 
 def one_in_sql(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
@@ -96,7 +96,7 @@ def one_in_sql(connection: psycopg.Connection, messages: Sequence[Message]) -> N
 
 def one_in_python(connection: psycopg.Connection, messages: Sequence[Message]) -> None:
     (options,) = messages
-    Outbox().enqueue(connection, **options)
+    Outbox().on(connection).enqueue(**options)
 
 
 COALESCED: Final = [message(topic, coalesce_key=key) for topic in "ab" for key in "xy"]

@@ -25,8 +25,8 @@ BOTH = ("one", "bulk")
 def again(outbox: Outbox, connection: psycopg.Connection, way: str, payload: str = "again") -> Enqueued:
     """Enqueue again with the key."""
     if way == "one":
-        return outbox.enqueue(connection, "mail", payload, dedupe_key="k")
-    (answer,) = outbox.enqueue_many(connection, [NewMessage("mail", payload, dedupe_key="k")])
+        return outbox.on(connection).enqueue("mail", payload, dedupe_key="k")
+    (answer,) = outbox.on(connection).enqueue_many([NewMessage("mail", payload, dedupe_key="k")])
     return answer
 
 
@@ -96,7 +96,7 @@ def test_an_enqueue_waits_for_a_redrive_of_the_cancelled_message_and_is_its_dupl
 ) -> None:
     operator, producer = connect(), connect()
     first = again(outbox, operator, way)
-    outbox.cancel(operator, first.id)
+    outbox.on(operator).cancel(first.id)
     operator.commit()
     assert redrive(operator, first.id)
     with ThreadPoolExecutor(1) as threads:
@@ -150,9 +150,9 @@ async def test_a_repeated_registration_after_a_withdrawal_gets_its_mail(
         seen.append(message.payload)
 
     with connect() as business:
-        outbox.enqueue(business, "mail", "first", dedupe_key="k")
-        outbox.cancel(business, topic="mail", dedupe_key="k")
-        outbox.enqueue(business, "mail", "second", dedupe_key="k")
+        outbox.on(business).enqueue("mail", "first", dedupe_key="k")
+        outbox.on(business).cancel(topic="mail", dedupe_key="k")
+        outbox.on(business).enqueue("mail", "second", dedupe_key="k")
     await drained(outbox)
     assert seen == ["second"]
     assert live_count(db) == 0

@@ -51,7 +51,7 @@ def outbox_with(dsn: str, *keys: str) -> Outbox:
 
 def put(outbox: Outbox, db: psycopg.Connection, code: str = CANARY, **options: Unpack[MessageOptions]) -> Enqueued:
     with db.transaction():
-        return outbox.enqueue(db, "reset", Reset(user=7, code=code), **options)
+        return outbox.on(db).enqueue("reset", Reset(user=7, code=code), **options)
 
 
 def everything_in(db: psycopg.Connection) -> str:
@@ -156,8 +156,7 @@ def test_duplicates_are_recognized_in_bulk(dsn: str, db: psycopg.Connection) -> 
     outbox = outbox_with(dsn, OLD)
     first = put(outbox, db, dedupe_key="k")
     with db.transaction():
-        again, fresh = outbox.enqueue_many(
-            db,
+        again, fresh = outbox.on(db).enqueue_many(
             [
                 NewMessage("reset", Reset(user=7, code=CANARY), dedupe_key="k"),
                 NewMessage("reset", Reset(user=8, code=CANARY)),
@@ -212,8 +211,7 @@ async def test_the_content_of_a_fan_out_is_encrypted_too(dsn: str, db: psycopg.C
         got.append((message.payload, message.content))
 
     with db.transaction():
-        outbox.enqueue_fanout(
-            db,
+        outbox.on(db).enqueue_fanout(
             "reset",
             Reset(user=7, code=CANARY),
             ["mailto:a@example.org", "mailto:b@example.org"],
@@ -245,7 +243,7 @@ async def test_a_content_is_decrypted_once_for_all_of_its_messages(
 
     addresses = [f"mailto:{number}@example.org" for number in range(20)]
     with db.transaction():
-        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), addresses, content={"html": "x" * 1_000})
+        outbox.on(db).enqueue_fanout("reset", Reset(user=7, code=CANARY), addresses, content={"html": "x" * 1_000})
     await Worker(outbox, settings=settings_for(dsn, encryption_keys=OLD, batch_size=5)).run_once()
     assert got == [{"html": "x" * 1_000}] * 20
     assert len([found for found in opened if found and "html" in found[1]]) == 1
@@ -293,7 +291,7 @@ async def test_payload_and_content_of_a_fan_out_do_not_decrypt_in_another_topic(
         got.append((message.payload, message.content))
 
     with db.transaction():
-        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=CANARY)
+        outbox.on(db).enqueue_fanout("reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=CANARY)
     for payload in ("m.payload", "'1'"):
         db.execute(
             "SELECT f.id FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id"
@@ -314,7 +312,7 @@ async def test_an_unreadable_content_ends_only_its_own_messages(dsn: str, db: ps
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")
     with db.transaction():
-        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=1)
+        outbox.on(db).enqueue_fanout("reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=1)
     (torn,) = db.execute("SELECT max(id) FROM pgoutbox.message").fetchone() or (0,)
     body = Keyring(SecretStr(OLD)).seal("{torn", Identity("content", "reset"), dedupe_key=None)
     db.execute("UPDATE pgoutbox.content SET body = %s", [body])
@@ -327,19 +325,19 @@ async def test_an_unreadable_content_ends_only_its_own_messages(dsn: str, db: ps
 
 def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
     with db.transaction(), pytest.raises(ArgumentError, match="content"):
-        outbox_with(dsn).enqueue_fanout(db, "plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
+        outbox_with(dsn).on(db).enqueue_fanout("plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
 
 
 def test_without_keys_nothing_is_written_and_the_transaction_stays_usable(dsn: str, db: psycopg.Connection) -> None:
     with db.transaction():
         with pytest.raises(ConfigurationError, match="set PGOUTBOX_ENCRYPTION_KEYS"):
-            outbox_with(dsn).enqueue(db, "reset", Reset(user=7, code=CANARY))
+            outbox_with(dsn).on(db).enqueue("reset", Reset(user=7, code=CANARY))
         assert db.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (0,)
 
 
 def test_a_payload_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
     with db.transaction(), pytest.raises(ArgumentError, match="payload"):
-        outbox_with(dsn, OLD).enqueue(db, "plain", {SEALED: {"token": "x"}})
+        outbox_with(dsn, OLD).on(db).enqueue("plain", {SEALED: {"token": "x"}})
 
 
 @pytest.mark.slow

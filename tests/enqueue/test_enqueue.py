@@ -87,11 +87,11 @@ def count(connection: psycopg.Connection) -> int:
 
 def test_the_message_exists_if_and_only_if_the_transaction_commits(outbox: Outbox, connect: Connect) -> None:
     producer, observer = connect(), connect(autocommit=True)
-    outbox.enqueue(producer, "mail", 1)
+    outbox.on(producer).enqueue("mail", 1)
     assert count(observer) == 0
     producer.rollback()
     assert count(observer) == 0
-    enqueued = outbox.enqueue(producer, "mail", 2)
+    enqueued = outbox.on(producer).enqueue("mail", 2)
     producer.commit()
     assert row(observer, "payload, created_at = available_at", enqueued.id) == (2, True)
     assert not enqueued.duplicate
@@ -100,8 +100,10 @@ def test_the_message_exists_if_and_only_if_the_transaction_commits(outbox: Outbo
 def test_a_defined_topic_sets_the_options_of_its_messages(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     outbox.define(ACTIVATION)
     payload = {"user_id": 7, "email": "a@example.org"}
-    one = outbox.enqueue(rolled_back, "mail.activation", payload)
-    (many,) = outbox.enqueue_many(rolled_back, [NewMessage(ACTIVATION, Activation(user_id=7, email="a@example.org"))])
+    one = outbox.on(rolled_back).enqueue("mail.activation", payload)
+    (many,) = outbox.on(rolled_back).enqueue_many(
+        [NewMessage(ACTIVATION, Activation(user_id=7, email="a@example.org"))]
+    )
     expected = (
         "critical", "mailto:a@example.org", "7", payload, 4, timedelta(minutes=1), timedelta(hours=1, minutes=1),
     )  # fmt: skip
@@ -117,8 +119,8 @@ def test_expires_after_counts_from_the_due_time(outbox: Outbox, rolled_back: psy
     due = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
     past = due - timedelta(days=30)
     messages = [NewMessage(topic, 1, available_at=due), NewMessage(topic, 2, available_at=past), NewMessage(topic, 3)]
-    ids = [outbox.enqueue(rolled_back, m.topic, m.payload, available_at=m.available_at).id for m in messages]
-    ids += [enqueued.id for enqueued in outbox.enqueue_many(rolled_back, [*messages, NewMessage("other", 4)])]
+    ids = [outbox.on(rolled_back).enqueue(m.topic, m.payload, available_at=m.available_at).id for m in messages]
+    ids += [enqueued.id for enqueued in outbox.on(rolled_back).enqueue_many([*messages, NewMessage("other", 4)])]
     lives = [row(rolled_back, "expires_at - available_at", message_id)[0] for message_id in ids]
     assert lives == [timedelta(seconds=60)] * 6 + [None]
     assert row(rolled_back, "available_at", ids[0]) == row(rolled_back, "available_at", ids[3]) == (due,)
@@ -136,8 +138,8 @@ def test_every_option_reaches_the_row(outbox: Outbox, rolled_back: psycopg.Conne
         "headers": {"trace": 'a"b\\'},
         "max_attempts": 2,
     }
-    one = outbox.enqueue(rolled_back, "mail", {"x": 'a"b\\\n'}, **options)
-    many = outbox.enqueue_many(rolled_back, [NewMessage("mail", {"x": 'a"b\\\n'}, **{**options, "dedupe_key": "2"})])
+    one = outbox.on(rolled_back).enqueue("mail", {"x": 'a"b\\\n'}, **options)
+    many = outbox.on(rolled_back).enqueue_many([NewMessage("mail", {"x": 'a"b\\\n'}, **{**options, "dedupe_key": "2"})])
     columns = (
         "payload, queue, destination, coalesce_key, available_at - created_at, expires_at, headers, max_attempts, "
         "attempt_budget"
@@ -161,16 +163,16 @@ def test_max_attempts_comes_from_the_call_the_topic_the_handler_or_the_default(
         NewMessage("handled", 1), NewMessage(topic, 1), NewMessage("defined", 1), NewMessage("other", 1),
         NewMessage("handled", 1, max_attempts=9),
     ]  # fmt: skip
-    many = outbox.enqueue_many(rolled_back, messages)
-    one = [outbox.enqueue(rolled_back, m.topic, 1, max_attempts=m.max_attempts) for m in messages]
+    many = outbox.on(rolled_back).enqueue_many(messages)
+    one = [outbox.on(rolled_back).enqueue(m.topic, 1, max_attempts=m.max_attempts) for m in messages]
     for enqueued in (many, one):
         assert [row(rolled_back, "max_attempts", e.id)[0] for e in enqueued] == [3, 5, 5, 11, 9]
 
 
 def test_a_serializer_handles_values_that_are_not_json(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     moment = datetime(2026, 1, 2, tzinfo=UTC)
-    one = outbox.enqueue(rolled_back, "mail", {"at": moment}, serializer=str)
-    (many,) = outbox.enqueue_many(rolled_back, [NewMessage("mail", {"at": moment})], serializer=str)
+    one = outbox.on(rolled_back).enqueue("mail", {"at": moment}, serializer=str)
+    (many,) = outbox.on(rolled_back).enqueue_many([NewMessage("mail", {"at": moment})], serializer=str)
     for enqueued in (one, many):
         assert row(rolled_back, "payload", enqueued.id) == ({"at": "2026-01-02 00:00:00+00:00"},)
 
@@ -183,19 +185,19 @@ def test_a_strict_outbox_refuses_unknown_topics(rolled_back: psycopg.Connection)
     def handle(message: Message, context: object) -> None: ...
 
     for topic in ("defined", "handled"):
-        assert strict.enqueue(rolled_back, topic, 1).id
+        assert strict.on(rolled_back).enqueue(topic, 1).id
     for unknown in ("mistyped", Topic("mistyped")):
         with pytest.raises(UnknownTopicError, match="topic 'mistyped' is neither defined nor handled"):
-            strict.enqueue(rolled_back, unknown, 1)
+            strict.on(rolled_back).enqueue(unknown, 1)
 
 
 def test_a_call_with_another_definition_of_the_topic_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     outbox.define(Topic("mail", queue="bulk"))
-    assert outbox.enqueue(rolled_back, Topic("mail", queue="bulk"), 1).id
+    assert outbox.on(rolled_back).enqueue(Topic("mail", queue="bulk"), 1).id
     with pytest.raises(ConfigurationError, match="topic 'mail' has another definition"):
-        outbox.enqueue(rolled_back, Topic("mail"), 1)
+        outbox.on(rolled_back).enqueue(Topic("mail"), 1)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -217,10 +219,10 @@ def test_an_invalid_argument_is_refused_before_any_sql(
 ) -> None:
     outbox = Outbox(Settings(max_payload_bytes=1000))
     with pytest.raises(ArgumentError) as caught:
-        outbox.enqueue(rolled_back, "mail", payload, **options)
+        outbox.on(rolled_back).enqueue("mail", payload, **options)
     assert caught.value.field == field
     with pytest.raises(ArgumentError) as caught:
-        outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), NewMessage("mail", payload, **options)])
+        outbox.on(rolled_back).enqueue_many([NewMessage("mail", 1), NewMessage("mail", payload, **options)])
     assert caught.value.field == f"items[1].{field}"
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
@@ -228,24 +230,24 @@ def test_an_invalid_argument_is_refused_before_any_sql(
 def test_a_refusal_by_the_database_raises_the_same_error(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     past = datetime.now(UTC) - timedelta(hours=1)
     with pytest.raises(ArgumentError) as caught, rolled_back.transaction():
-        outbox.enqueue(rolled_back, "mail", 1, expires_at=past)
+        outbox.on(rolled_back).enqueue("mail", 1, expires_at=past)
     assert str(caught.value) == "expires_at: must be later than now and than the due time"
     assert type(caught.value) is ArgumentError
     assert isinstance(caught.value.__cause__, errors.InvalidParameterValue)
     items = [NewMessage("mail", 1, coalesce_key="k", expires_at=past), *([NewMessage("mail", 1)] * 6000)]
     with pytest.raises(ArgumentError) as caught, rolled_back.transaction():
-        outbox.enqueue_many(rolled_back, items)
+        outbox.on(rolled_back).enqueue_many(items)
     assert caught.value.field == "items[0].expires_at"
 
 
 def test_a_dedupe_key_with_another_payload_is_a_duplicate_error(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
-    first = outbox.enqueue(rolled_back, "mail", {"a": 1}, dedupe_key="k")
-    assert outbox.enqueue(rolled_back, "mail", {"a": 1}, dedupe_key="k") == Enqueued(first.id, True)
+    first = outbox.on(rolled_back).enqueue("mail", {"a": 1}, dedupe_key="k")
+    assert outbox.on(rolled_back).enqueue("mail", {"a": 1}, dedupe_key="k") == Enqueued(first.id, True)
     for enqueue in (
-        lambda: outbox.enqueue(rolled_back, "mail", {"a": CANARY}, dedupe_key="k"),
-        lambda: outbox.enqueue_many(rolled_back, [NewMessage("mail", {"a": CANARY}, dedupe_key="k")]),
+        lambda: outbox.on(rolled_back).enqueue("mail", {"a": CANARY}, dedupe_key="k"),
+        lambda: outbox.on(rolled_back).enqueue_many([NewMessage("mail", {"a": CANARY}, dedupe_key="k")]),
     ):
         with pytest.raises(DedupeConflictError) as caught, rolled_back.transaction():
             enqueue()
@@ -255,10 +257,10 @@ def test_a_dedupe_key_with_another_payload_is_a_duplicate_error(
 def test_a_missing_schema_is_a_schema_error_that_names_the_command(outbox: Outbox, empty_dsn: str) -> None:
     with psycopg.connect(empty_dsn) as connection:
         for call in (
-            lambda: outbox.enqueue(connection, "mail", 1),
-            lambda: outbox.enqueue_many(connection, [NewMessage("mail", 1)]),
-            lambda: outbox.cancel(connection, 1),
-            lambda: outbox.cancel(connection, topic="mail", dedupe_key="k"),
+            lambda: outbox.on(connection).enqueue("mail", 1),
+            lambda: outbox.on(connection).enqueue_many([NewMessage("mail", 1)]),
+            lambda: outbox.on(connection).cancel(1),
+            lambda: outbox.on(connection).cancel(topic="mail", dedupe_key="k"),
         ):
             with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
                 call()
@@ -268,7 +270,7 @@ def test_a_missing_schema_is_a_schema_error_that_names_the_command(outbox: Outbo
 def test_a_missing_table_of_the_schema_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("ALTER TABLE pgoutbox.dedupe RENAME TO elsewhere")
     with pytest.raises(SchemaError, match=r"^pgoutbox\.dedupe does not exist: .* restore that part from a backup"):
-        outbox.enqueue(rolled_back, "mail", 1, dedupe_key="k")
+        outbox.on(rolled_back).enqueue("mail", 1, dedupe_key="k")
 
 
 def test_a_missing_function_of_a_foreign_trigger_is_not_a_schema_error(
@@ -282,20 +284,20 @@ def test_a_missing_function_of_a_foreign_trigger_is_not_a_schema_error(
         """
     )
     with pytest.raises(errors.UndefinedFunction):
-        outbox.enqueue(rolled_back, "mail", 1)
+        outbox.on(rolled_back).enqueue("mail", 1)
 
 
 def test_other_server_errors_pass_through_unchanged(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("SET TRANSACTION READ ONLY")
     with pytest.raises(errors.ReadOnlySqlTransaction):
-        outbox.enqueue(rolled_back, "mail", 1)
+        outbox.on(rolled_back).enqueue("mail", 1)
 
 
 # --- many messages ----------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_bulk_runs_no_statement(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    assert outbox.enqueue_many(rolled_back, []) == []
+    assert outbox.on(rolled_back).enqueue_many([]) == []
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
@@ -305,16 +307,16 @@ def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, ro
         raise LookupError
 
     with pytest.raises(LookupError):
-        outbox.enqueue_many(rolled_back, items())
+        outbox.on(rolled_back).enqueue_many(items())
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
 def test_the_invalid_item_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     items = [NewMessage("mail", {"x": float("nan") if n == 4711 else n}) for n in range(10_000)]
     with pytest.raises(ArgumentError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
-        outbox.enqueue_many(rolled_back, items)
+        outbox.on(rolled_back).enqueue_many(items)
     with pytest.raises(TypeError, match=r"items\[1\] must be a NewMessage, not tuple"):
-        outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
+        outbox.on(rolled_back).enqueue_many([NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
@@ -323,7 +325,7 @@ def test_the_answers_are_in_the_order_of_the_items_across_chunks(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     items = [NewMessage("mail", n, coalesce_key=str(n % 7) if n % 3 == 0 else None) for n in range(12_345)]
-    enqueued = outbox.enqueue_many(rolled_back, items)
+    enqueued = outbox.on(rolled_back).enqueue_many(items)
     rows = rolled_back.execute("SELECT id, payload FROM pgoutbox.message").fetchall()
     assert {e.id: n for n, e in enumerate(enqueued)} == dict(rows)
     for keys in ({None}, {"0"}, {"3"}):
@@ -340,7 +342,7 @@ def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
 
     def produce(connection: psycopg.Connection, mine: list[NewMessage[int]]) -> None:
         start.wait()
-        outbox.enqueue_many(connection, mine)
+        outbox.on(connection).enqueue_many(mine)
         connection.commit()
 
     with ThreadPoolExecutor(2) as threads:
@@ -355,9 +357,9 @@ def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
 
 def test_an_enqueue_waiting_for_a_dedupe_key_returns_the_committed_message(outbox: Outbox, connect: Connect) -> None:
     winner, waiting, observer = connect(), connect(), connect(autocommit=True)
-    first = outbox.enqueue(winner, "mail", 1, dedupe_key="k")
+    first = outbox.on(winner).enqueue("mail", 1, dedupe_key="k")
     with ThreadPoolExecutor(1) as threads:
-        second = threads.submit(outbox.enqueue, waiting, "mail", 1, dedupe_key="k")
+        second = threads.submit(outbox.on(waiting).enqueue, "mail", 1, dedupe_key="k")
         until_blocked(observer, waiting, second)
         winner.commit()
     assert second.result() == Enqueued(first.id, True)
@@ -367,9 +369,9 @@ def test_an_enqueue_waiting_for_a_dedupe_key_returns_the_committed_message(outbo
 
 def test_an_enqueue_waiting_for_a_dedupe_key_inserts_after_a_rollback(outbox: Outbox, connect: Connect) -> None:
     winner, waiting, observer = connect(), connect(), connect(autocommit=True)
-    outbox.enqueue(winner, "mail", 1, dedupe_key="k")
+    outbox.on(winner).enqueue("mail", 1, dedupe_key="k")
     with ThreadPoolExecutor(1) as threads:
-        second = threads.submit(outbox.enqueue, waiting, "mail", 2, dedupe_key="k")
+        second = threads.submit(outbox.on(waiting).enqueue, "mail", 2, dedupe_key="k")
         until_blocked(observer, waiting, second)
         winner.rollback()
     enqueued = second.result()
@@ -384,12 +386,12 @@ async def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(
     outbox: Outbox, dsn: str, connect: Connect
 ) -> None:
     first, waiting, observer = connect(), connect(), connect(autocommit=True)
-    outbox.enqueue(first, "mail", 1, coalesce_key="k")
+    outbox.on(first).enqueue("mail", 1, coalesce_key="k")
     with ThreadPoolExecutor(1) as threads:
-        last = threads.submit(outbox.enqueue, waiting, "mail", 3, coalesce_key="k")
+        last = threads.submit(outbox.on(waiting).enqueue, "mail", 3, coalesce_key="k")
         until_blocked(observer, waiting, last)
         # Drawn while the other one waits: an id that the waiting one had drawn before its lock would be smaller.
-        second = outbox.enqueue(first, "mail", 2, coalesce_key="k")
+        second = outbox.on(first).enqueue("mail", 2, coalesce_key="k")
         first.commit()
     enqueued = last.result()
     assert enqueued is not None
@@ -411,7 +413,7 @@ async def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(
         connection.execute("SET lock_timeout = '60s'")
         connection.commit()
         start.wait()
-        enqueued = outbox.enqueue(connection, "mail", number, coalesce_key="k")
+        enqueued = outbox.on(connection).enqueue("mail", number, coalesce_key="k")
         if number % 2:
             connection.rollback()
         else:
@@ -446,19 +448,19 @@ def test_a_strict_transaction_cannot_use_a_key_that_was_used_since_its_snapshot(
 ) -> None:
     options: dict[str, Any] = {key: "k"}
     strict.execute("SELECT FROM pgoutbox.message")
-    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False, **options)
+    outbox.on(connect(autocommit=True)).enqueue("mail", 1, require_transaction=False, **options)
     with pytest.raises(errors.SerializationFailure):
-        outbox.enqueue(strict, "mail", 1, **options)
+        outbox.on(strict).enqueue("mail", 1, **options)
     strict.rollback()
-    assert outbox.enqueue(strict, "mail", 1, **options)
+    assert outbox.on(strict).enqueue("mail", 1, **options)
 
 
 def test_a_strict_transaction_enqueues_what_takes_no_lock(
     outbox: Outbox, strict: psycopg.Connection, connect: Connect
 ) -> None:
     strict.execute("SELECT FROM pgoutbox.message")
-    outbox.enqueue(connect(autocommit=True), "mail", 1, require_transaction=False)
-    outbox.enqueue(strict, "mail", 2)
+    outbox.on(connect(autocommit=True)).enqueue("mail", 1, require_transaction=False)
+    outbox.on(strict).enqueue("mail", 2)
     strict.commit()
     assert count(strict) == 2
 
@@ -467,11 +469,11 @@ def test_a_strict_transaction_cannot_cancel_what_changed_since_its_snapshot(
     outbox: Outbox, strict: psycopg.Connection, connect: Connect
 ) -> None:
     other = connect(autocommit=True)
-    enqueued = outbox.enqueue(other, "mail", 1, owner="7", require_transaction=False)
+    enqueued = outbox.on(other).enqueue("mail", 1, owner="7", require_transaction=False)
     strict.execute("SELECT FROM pgoutbox.message")
-    outbox.reschedule(other, enqueued.id, delay=60, require_transaction=False)
+    outbox.on(other).reschedule(enqueued.id, delay=60, require_transaction=False)
     with pytest.raises(errors.SerializationFailure):
-        outbox.cancel_all(strict, owner="7")
+        outbox.on(strict).cancel_all(owner="7")
 
 
 # --- best effort ------------------------------------------------------------------------------------------------------
@@ -493,7 +495,7 @@ def accounts(connection: psycopg.Connection) -> list[tuple[int]]:
 def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
     """Return the fields of the only log record, after checking that its text names them and shows no secret."""
     (record,) = caplog.records
-    assert record.name == "pgoutbox.outbox"
+    assert record.name == "pgoutbox.enqueue.producer"
     assert record.levelno == logging.ERROR
     assert record.exc_info is None
     assert CANARY not in str(vars(record))
@@ -508,7 +510,7 @@ def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
 
 
 def test_best_effort_returns_the_receipt_without_an_error(outbox: Outbox, business: psycopg.Connection) -> None:
-    enqueued = outbox.enqueue(business, "mail", 1, best_effort=True)
+    enqueued = outbox.on(business).enqueue("mail", 1, best_effort=True)
     business.commit()
     assert enqueued is not None
     assert row(business, "payload", enqueued.id) == (1,)
@@ -519,7 +521,7 @@ def test_best_effort_logs_an_error_and_the_caller_continues(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     payload = {CANARY: [CANARY, "\0"]}
-    assert outbox.enqueue(business, "mail", payload, dedupe_key="welcome-7", owner="7", best_effort=True) is None
+    assert outbox.on(business).enqueue("mail", payload, dedupe_key="welcome-7", owner="7", best_effort=True) is None
     business.commit()
     assert accounts(business) == [(7,)]
     assert failure(caplog) == {
@@ -535,8 +537,8 @@ def test_best_effort_logs_an_error_and_the_caller_continues(
 def test_best_effort_rolls_back_only_the_enqueue(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outbox.enqueue(business, "mail", 1, dedupe_key="k")
-    assert outbox.enqueue(business, "mail", {"a": CANARY}, dedupe_key="k", best_effort=True) is None
+    outbox.on(business).enqueue("mail", 1, dedupe_key="k")
+    assert outbox.on(business).enqueue("mail", {"a": CANARY}, dedupe_key="k", best_effort=True) is None
     business.commit()
     assert accounts(business) == [(7,)]
     assert count(business) == 1
@@ -558,7 +560,7 @@ def test_best_effort_names_the_keys_that_the_topic_computes(
     connect().execute("LOCK TABLE pgoutbox.message")
     payload = {"key": "a\nERROR forged", "owner": "7", "secret": CANARY}
     business.execute("SET LOCAL lock_timeout = '10ms'")
-    assert outbox.enqueue(business, topic, payload, best_effort=True) is None
+    assert outbox.on(business).enqueue(topic, payload, best_effort=True) is None
     assert failure(caplog) == {
         "topic": "mail",
         "coalesce_key": "a ERROR forged",
@@ -577,8 +579,8 @@ def test_best_effort_names_the_fix_for_a_key_that_was_used_since_the_snapshot(
     strict.execute("CREATE TABLE account (id bigint)")
     strict.commit()
     strict.execute("INSERT INTO account VALUES (7)")
-    outbox.enqueue(connect(autocommit=True), "mail", 2, coalesce_key="k", require_transaction=False)
-    assert outbox.enqueue(strict, "mail", 3, coalesce_key="k", best_effort=True) is None
+    outbox.on(connect(autocommit=True)).enqueue("mail", 2, coalesce_key="k", require_transaction=False)
+    assert outbox.on(strict).enqueue("mail", 3, coalesce_key="k", best_effort=True) is None
     strict.commit()
     assert accounts(strict) == [(7,)]
     logged = failure(caplog)
@@ -601,7 +603,7 @@ def test_best_effort_logs_no_row_and_no_secret_of_an_error(
         CREATE TRIGGER refuse BEFORE INSERT ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION refuse()
         """
     )
-    assert outbox.enqueue(business, "mail", {"a": CANARY}, best_effort=True) is None
+    assert outbox.on(business).enqueue("mail", {"a": CANARY}, best_effort=True) is None
     assert failure(caplog)["error"] == "capped, token=(redacted)"
 
 
@@ -610,7 +612,7 @@ def test_best_effort_logs_no_text_of_an_error_without_error_texts(
 ) -> None:
     outbox = Outbox(Settings(error_texts=False))
     topic: Topic[Any] = Topic("mail", owner=lambda p: p["owner"][CANARY])
-    assert outbox.enqueue(business, topic, {"owner": {}}, best_effort=True) is None
+    assert outbox.on(business).enqueue(topic, {"owner": {}}, best_effort=True) is None
     assert failure(caplog) == {"topic": "mail", "error_type": "KeyError"}
 
 
@@ -637,7 +639,7 @@ def test_best_effort_enqueues_with_the_callers_lock_timeout_and_leaves_it_alone(
     connection.execute(f"{scope} lock_timeout = '{callers}'".encode())
     in_force = connection.execute("SHOW lock_timeout").fetchall()
     for payload in (1, 2):  # The second one is refused.
-        outbox.enqueue(connection, "mail", payload, dedupe_key="k", best_effort=True, require_transaction=False)
+        outbox.on(connection).enqueue("mail", payload, dedupe_key="k", best_effort=True, require_transaction=False)
         assert connection.execute("SHOW lock_timeout").fetchall() == in_force
     assert connection.execute("SELECT value FROM seen").fetchall() == [(callers,)]
     connection.commit()
@@ -645,8 +647,8 @@ def test_best_effort_enqueues_with_the_callers_lock_timeout_and_leaves_it_alone(
 
 
 def test_best_effort_leaves_no_savepoint_behind(outbox: Outbox, business: psycopg.Connection) -> None:
-    outbox.enqueue(business, "mail", 1, best_effort=True)
-    outbox.enqueue(business, "mail", 1, expires_at=datetime.now(UTC) - timedelta(hours=1), best_effort=True)
+    outbox.on(business).enqueue("mail", 1, best_effort=True)
+    outbox.on(business).enqueue("mail", 1, expires_at=datetime.now(UTC) - timedelta(hours=1), best_effort=True)
     with pytest.raises(errors.InvalidSavepointSpecification):
         business.execute("ROLLBACK TO SAVEPOINT pgoutbox_best_effort")
 
@@ -656,7 +658,7 @@ def test_best_effort_survives_a_missing_schema(
 ) -> None:
     with psycopg.connect(empty_dsn) as connection:
         connection.execute("CREATE TABLE account (id bigint)")
-        assert outbox.enqueue(connection, "mail", 1, best_effort=True) is None
+        assert outbox.on(connection).enqueue("mail", 1, best_effort=True) is None
         connection.commit()
         assert accounts(connection) == []
     logged = failure(caplog)
@@ -673,7 +675,7 @@ def test_best_effort_does_not_let_a_transaction_block_end_as_committed(
     ):
         connection.execute("CREATE TABLE account (id bigint)")
         connect(autocommit=True).execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
-        outbox.enqueue(connection, "mail", 1, best_effort=True)
+        outbox.on(connection).enqueue("mail", 1, best_effort=True)
     assert caplog.records == []
 
 
@@ -682,7 +684,7 @@ def test_best_effort_in_an_aborted_transaction_is_logged(
 ) -> None:
     with pytest.raises(errors.DivisionByZero):
         business.execute("SELECT 1 / 0")
-    assert outbox.enqueue(business, "mail", 1, best_effort=True) is None
+    assert outbox.on(business).enqueue("mail", 1, best_effort=True) is None
     assert failure(caplog)["error_type"] == "TransactionError"
 
 
@@ -690,17 +692,17 @@ def test_best_effort_outside_a_transaction_makes_no_savepoint(
     outbox: Outbox, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = connect(autocommit=True)
-    assert outbox.enqueue(connection, "mail", 1, best_effort=True) is None
+    assert outbox.on(connection).enqueue("mail", 1, best_effort=True) is None
     assert failure(caplog)["error_type"] == "TransactionError"
-    assert outbox.enqueue(connection, "mail", 1, best_effort=True, require_transaction=False) is not None
+    assert outbox.on(connection).enqueue("mail", 1, best_effort=True, require_transaction=False) is not None
     assert count(connection) == 1
 
 
 def test_best_effort_does_not_hide_programming_errors(outbox: Outbox, connection: psycopg.Connection) -> None:
-    with pytest.raises(TypeError, match=r"enqueue takes psycopg\.Connection"):
-        outbox.enqueue("postgresql:///app", "mail", 1, best_effort=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"^on takes psycopg\.Connection, .*, not builtins\.str$"):
+        outbox.on("postgresql:///app").enqueue("mail", 1, best_effort=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'qeue'"):
-        outbox.enqueue(connection, "mail", 1, best_effort=True, qeue="bulk")  # type: ignore[call-overload]
+        outbox.on(connection).enqueue("mail", 1, best_effort=True, qeue="bulk")  # type: ignore[call-overload]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -709,15 +711,15 @@ def test_best_effort_does_not_hide_programming_errors(outbox: Outbox, connection
 def test_a_terminated_backend_commits_nothing_and_raises_an_error(outbox: Outbox, connect: Connect) -> None:
     enqueuing, committing, observer = connect(), connect(), connect(autocommit=True)
     for producer in (enqueuing, committing):
-        outbox.enqueue(producer, "mail", 1)
+        outbox.on(producer).enqueue("mail", 1)
         observer.execute("SELECT pg_terminate_backend(%s, 2000)", (producer.info.backend_pid,))
     with pytest.raises(psycopg.OperationalError):
-        outbox.enqueue(enqueuing, "mail", 2)
+        outbox.on(enqueuing).enqueue("mail", 2)
     with pytest.raises(psycopg.OperationalError):
         committing.commit()
     assert count(observer) == 0
     with pytest.raises(TransactionError, match="the connection is closed"):
-        outbox.enqueue(enqueuing, "mail", 3)
+        outbox.on(enqueuing).enqueue("mail", 3)
 
 
 @contextmanager
@@ -758,10 +760,10 @@ def test_an_enqueue_repeated_after_a_lost_reply_to_commit_is_one_message(
     outbox: Outbox, dsn: str, connection: psycopg.Connection
 ) -> None:
     with losing_the_reply_to_commit(dsn) as lossy_dsn, psycopg.connect(lossy_dsn) as producer:
-        outbox.enqueue(producer, "mail", {"order": 1}, dedupe_key="order-1")
+        outbox.on(producer).enqueue("mail", {"order": 1}, dedupe_key="order-1")
         with pytest.raises(psycopg.OperationalError):
             producer.commit()
-    again = outbox.enqueue(connection, "mail", {"order": 1}, dedupe_key="order-1")
+    again = outbox.on(connection).enqueue("mail", {"order": 1}, dedupe_key="order-1")
     connection.commit()
     assert again.duplicate
     assert count(connection) == 1
@@ -810,13 +812,13 @@ def test_any_value_is_stored_unchanged_or_refused_with_its_path(
     outbox = Outbox()
     with rolled_back.transaction(force_rollback=True):
         try:
-            one = outbox.enqueue(rolled_back, "mail", payload, coalesce_key=key)
+            one = outbox.on(rolled_back).enqueue("mail", payload, coalesce_key=key)
         except ArgumentError:
             with pytest.raises(ArgumentError, match=r"^items\[0\]\.(payload|coalesce_key)"):
-                outbox.enqueue_many(rolled_back, [NewMessage("mail", payload, coalesce_key=key)])
+                outbox.on(rolled_back).enqueue_many([NewMessage("mail", payload, coalesce_key=key)])
             assert count(rolled_back) == 0
         else:
-            (many,) = outbox.enqueue_many(rolled_back, [NewMessage("mail", payload, coalesce_key=key)])
+            (many,) = outbox.on(rolled_back).enqueue_many([NewMessage("mail", payload, coalesce_key=key)])
             for enqueued in (one, many):
                 stored, stored_key = row(rolled_back, "payload, coalesce_key", enqueued.id)
                 assert same(stored, payload)

@@ -615,16 +615,16 @@ def test_the_callers_search_path_has_no_effect(rolled_back: psycopg.Connection, 
     plain = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{}')")
 
     outbox = Outbox()
-    also_plain = outbox.enqueue(rolled_back, "mail", {})
-    one = outbox.enqueue(rolled_back, "mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
-    again, other = outbox.enqueue_many(
-        rolled_back, [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
+    also_plain = outbox.on(rolled_back).enqueue("mail", {})
+    one = outbox.on(rolled_back).enqueue("mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
+    again, other = outbox.on(rolled_back).enqueue_many(
+        [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
     )
     assert again == Enqueued(one.id, True)
-    (fanned,) = outbox.enqueue_fanout(rolled_back, "mail", {}, ["a:1"], content={}, delay=1)
+    (fanned,) = outbox.on(rolled_back).enqueue_fanout("mail", {}, ["a:1"], content={}, delay=1)
     for name, (key, result) in keyed.items():
         target: dict[str, str] = {name: key}
-        assert outbox.cancel(rolled_back, topic="mail", **target) is result  # type: ignore[arg-type] # keys by name
+        assert outbox.on(rolled_back).cancel(topic="mail", **target) is result  # type: ignore[arg-type] # keys by name
     rolled_back.execute("SET LOCAL search_path = pg_catalog")
     ids = [first, plain, also_plain.id, one.id, other.id, fanned.id]
     assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", ids) == len(ids)
@@ -636,9 +636,9 @@ def test_the_hostile_schema_catches_an_unpinned_function(rolled_back: psycopg.Co
     rolled_back.execute(f"ALTER FUNCTION pgoutbox.{function} RESET search_path".encode())
     rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
     calls: Mapping[str, Callable[[], object]] = {
-        "enqueue_many": lambda: Outbox().enqueue_many(rolled_back, [NewMessage("mail", 1)]),
-        "enqueue_fanout": lambda: Outbox().enqueue_fanout(rolled_back, "mail", 1, ["a:1"]),
-        "_enqueue_receipt": lambda: Outbox().enqueue(rolled_back, "mail", 1, dedupe_key="k"),
+        "enqueue_many": lambda: Outbox().on(rolled_back).enqueue_many([NewMessage("mail", 1)]),
+        "enqueue_fanout": lambda: Outbox().on(rolled_back).enqueue_fanout("mail", 1, ["a:1"]),
+        "_enqueue_receipt": lambda: Outbox().on(rolled_back).enqueue("mail", 1, dedupe_key="k"),
     }
     with pytest.raises(psycopg.Error, match=r"trapped|text_check"):
         calls[function]()
@@ -780,7 +780,7 @@ def test_an_id_below_the_greatest_of_its_key_is_refused_with_the_command_to_fix_
     damage(first, second)
     keyed: dict[str, Any] = {key: "k"}
     with pytest.raises(SchemaError, match=SEQUENCE_IS_BEHIND) as caught:
-        Outbox().enqueue(first, "greet", 1, require_transaction=False, **keyed)
+        Outbox().on(first).enqueue("greet", 1, require_transaction=False, **keyed)
     answer = answer_of(caught.value)
     assert answer is not None
     assert answer.sqlstate == "55000"
@@ -788,7 +788,7 @@ def test_an_id_below_the_greatest_of_its_key_is_refused_with_the_command_to_fix_
     fix = re.search(SEQUENCE_IS_BEHIND, str(caught.value))
     assert fix is not None
     second.execute(fix[1].encode())
-    assert Outbox().enqueue(connect(autocommit=True), "greet", 1, require_transaction=False, **keyed).id > before
+    assert Outbox().on(connect(autocommit=True)).enqueue("greet", 1, require_transaction=False, **keyed).id > before
 
 
 @pytest.fixture
@@ -838,11 +838,11 @@ async def test_a_prepared_transaction_must_not_notify_and_the_next_poll_finds_it
         async with running(worker):
             await worker.sleeping.wait()
             producer.execute("BEGIN")
-            outbox.enqueue(producer, "mail", "rings")
+            outbox.on(producer).enqueue("mail", "rings")
             with pytest.raises(errors.FeatureNotSupported, match="NOTIFY"):
                 producer.execute("PREPARE TRANSACTION 'rings'")
             producer.execute("BEGIN")
-            outbox.enqueue(producer, "mail", "silent", notify=False)
+            outbox.on(producer).enqueue("mail", "silent", notify=False)
             producer.execute("PREPARE TRANSACTION 'silent'")
             producer.execute("COMMIT PREPARED 'silent'")
             assert await seen.get() == "silent"

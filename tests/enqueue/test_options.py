@@ -317,5 +317,5 @@ def test_an_interval_is_its_seconds_in_every_style(rolled_back: psycopg.Connecti
 
 def test_the_shortest_delay_of_python_is_accepted(rolled_back: psycopg.Connection) -> None:
     """Its decimal notation has more digits than PostgreSQL reads for an interval."""
-    Outbox().enqueue(rolled_back, "mail", 1, delay=math.ulp(0.0))
+    Outbox().on(rolled_back).enqueue("mail", 1, delay=math.ulp(0.0))
     assert scalar(rolled_back, "SELECT m.available_at = now() FROM pgoutbox.message AS m") is True

@@ -43,8 +43,8 @@ def test_each_recipient_has_its_own_values_or_the_common_ones(outbox: Outbox, ro
         Recipient("mailto:c@example.org", headers={"x": "3"}, available_at=MOMENT),
         Recipient("mailto:d@example.org", delay=timedelta(hours=1), owner="guest-4"),
     ]
-    answers = outbox.enqueue_fanout(
-        rolled_back, "mail", {"name": None}, recipients, content={"text": "hi"}, headers={"x": "0"}, owner="host"
+    answers = outbox.on(rolled_back).enqueue_fanout(
+        "mail", {"name": None}, recipients, content={"text": "hi"}, headers={"x": "0"}, owner="host"
     )
     now, common = now_of(rolled_back), {"name": None}
     assert answers.ids == sorted(answers.ids)
@@ -58,13 +58,13 @@ def test_each_recipient_has_its_own_values_or_the_common_ones(outbox: Outbox, ro
 
 async def test_an_async_connection_takes_recipients(outbox: Outbox, aconnect: AsyncConnect) -> None:
     connection = await aconnect()
-    await outbox.aenqueue_fanout(connection, "mail", None, [Recipient("a:1", payload="x" * 2_000, delay=0), "a:2"])
+    await outbox.on(connection).enqueue_fanout("mail", None, [Recipient("a:1", payload="x" * 2_000, delay=0), "a:2"])
     rows = await (await connection.execute(ROWS)).fetchall()
     assert [(row[0], row[1]) for row in rows] == [("a:1", "x" * 2_000), ("a:2", None)]
 
 
 def test_a_delay_of_zero_replaces_the_common_one(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    outbox.enqueue_fanout(rolled_back, "mail", None, [Recipient("a:1", delay=0), "a:2"], delay=60)
+    outbox.on(rolled_back).enqueue_fanout("mail", None, [Recipient("a:1", delay=0), "a:2"], delay=60)
     now = now_of(rolled_back)
     assert [row[3] for row in rolled_back.execute(ROWS).fetchall()] == [now, now + timedelta(seconds=60)]
 
@@ -74,7 +74,7 @@ def test_the_model_and_the_owner_of_the_topic_apply_to_each_payload(
 ) -> None:
     topic = Topic("mail", payload=Guest, owner=lambda p: f"guest-{p.name}")
     recipients = [Recipient("a:1", payload=Guest(name="ada")), Recipient("a:2")]
-    outbox.enqueue_fanout(rolled_back, topic, Guest(name="all"), recipients)
+    outbox.on(rolled_back).enqueue_fanout(topic, Guest(name="all"), recipients)
     assert [(row[1], row[4]) for row in rolled_back.execute(ROWS).fetchall()] == [
         ({"name": "ada"}, "guest-ada"),
         ({"name": "all"}, "guest-all"),
@@ -84,7 +84,7 @@ def test_the_model_and_the_owner_of_the_topic_apply_to_each_payload(
 def test_the_payloads_of_an_encrypted_topic_are_encrypted(dsn: str, rolled_back: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, encryption_keys=KEY))
     topic = Topic("mail", encrypted=True)
-    outbox.enqueue_fanout(rolled_back, topic, {"name": "all"}, [Recipient("a:1", payload={"name": "c4n4ry"})])
+    outbox.on(rolled_back).enqueue_fanout(topic, {"name": "all"}, [Recipient("a:1", payload={"name": "c4n4ry"})])
     assert "c4n4ry" not in str(rolled_back.execute(ROWS).fetchall())
 
 
@@ -105,7 +105,7 @@ def test_an_invalid_value_is_named_with_its_destination(
     outbox: Outbox, rolled_back: psycopg.Connection, recipient: str | Recipient, field: str
 ) -> None:
     with pytest.raises(ArgumentError, match=f"^{field}"):
-        outbox.enqueue_fanout(rolled_back, "mail", None, ["a:1", recipient])
+        outbox.on(rolled_back).enqueue_fanout("mail", None, ["a:1", recipient])
 
 
 def test_a_value_that_the_function_refuses_is_named_with_its_destination(
@@ -113,7 +113,7 @@ def test_a_value_that_the_function_refuses_is_named_with_its_destination(
 ) -> None:
     late = Recipient("a:1", available_at=MOMENT)
     with pytest.raises(ArgumentError, match=r"^destinations\[1\]\.expires_at: must be later"):
-        outbox.enqueue_fanout(rolled_back, "mail", None, ["a:1", late], expires_at=MOMENT)
+        outbox.on(rolled_back).enqueue_fanout("mail", None, ["a:1", late], expires_at=MOMENT)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ def test_an_option_of_the_topic_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection, topic: Topic[object], recipient: Recipient, field: str
 ) -> None:
     with pytest.raises(ArgumentError, match=rf"destinations\[0\]\.{field}: belongs to the definition of topic 'mail'"):
-        outbox.enqueue_fanout(rolled_back, topic, None, [recipient])
+        outbox.on(rolled_back).enqueue_fanout(topic, None, [recipient])

@@ -33,7 +33,7 @@ def one(connection: psycopg.Connection) -> int:
 
 def bulk(connection: psycopg.Connection) -> int:
     item = NewMessage("greet", None, coalesce_key="k", delay=DAY)
-    return Outbox().enqueue_many(connection, [item], require_transaction=False).ids[0]
+    return Outbox().on(connection).enqueue_many([item], require_transaction=False).ids[0]
 
 
 in_both_ways = pytest.mark.parametrize("enqueue_newer", [one, bulk])
@@ -62,7 +62,7 @@ def test_of_many_reminders_one_is_owed(connection: psycopg.Connection) -> None:
 def test_of_many_reminders_in_one_bulk_one_is_owed(connection: psycopg.Connection, payload: str | None) -> None:
     items = [NewMessage("greet", payload, coalesce_key=key, delay=DAY) for key in "kklk"]
     items.insert(0, NewMessage("greet", payload, coalesce_key="k"))
-    due, first, second, other, last = Outbox().enqueue_many(connection, items).ids
+    due, first, second, other, last = Outbox().on(connection).enqueue_many(items).ids
     for message_id in (first, second):
         row = row_of(connection, message_id)
         assert (row.state, row.superseded_by, row.skip_reason) == ("skipped", last, f"superseded by {last}")

@@ -399,14 +399,14 @@ async def test_points_in_time_do_not_depend_on_time_zones(
 
     with psycopg.connect(dsn) as producer:
         assert producer.execute("SHOW timezone").fetchone() == (database_zone,)
-        scheduled = [outbox.enqueue(producer, "greet", {}, available_at=instant).id for instant in INSTANTS]
-        soon = outbox.enqueue(producer, "greet", {}, available_at=datetime.now(UTC) + timedelta(minutes=30)).id
+        scheduled = [outbox.on(producer).enqueue("greet", {}, available_at=instant).id for instant in INSTANTS]
+        soon = outbox.on(producer).enqueue("greet", {}, available_at=datetime.now(UTC) + timedelta(minutes=30)).id
         local = datetime.now(ZoneInfo(process_zone)) - timedelta(minutes=30)
-        snoozed = outbox.enqueue(producer, "greet", {}, available_at=local).id
+        snoozed = outbox.on(producer).enqueue("greet", {}, available_at=local).id
         # A time in the past means now.
         ((began,),) = producer.execute("SELECT extract(epoch FROM now())::float8").fetchall()
         # Half a year includes a daylight-saving change in any zone that has them. The number of seconds stays the same.
-        delayed = outbox.enqueue(producer, "greet", {}, delay=HALF_A_YEAR).id
+        delayed = outbox.on(producer).enqueue("greet", {}, delay=HALF_A_YEAR).id
     await Worker(outbox).run_once()
     assert {i: instant.timestamp() for i, instant in seen.items()} == {snoozed: began}
     stored: dict[int, float] = dict(

@@ -165,11 +165,11 @@ class EnqueueOne:
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
         """Enqueue."""
-        return outbox.enqueue(connection, "greet", None, dedupe_key=key, require_transaction=False)
+        return outbox.on(connection).enqueue("greet", None, dedupe_key=key, require_transaction=False)
 
     async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> Enqueued | None:
         """Enqueue."""
-        return await outbox.aenqueue(connection, "greet", None, dedupe_key=key, require_transaction=False)
+        return await outbox.on(connection).enqueue("greet", None, dedupe_key=key, require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
         """Return the message."""
@@ -181,11 +181,11 @@ class EnqueueAtBest(EnqueueOne):
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
         """Enqueue."""
-        return outbox.enqueue(connection, "greet", None, dedupe_key=key, best_effort=True)
+        return outbox.on(connection).enqueue("greet", None, dedupe_key=key, best_effort=True)
 
     async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> Enqueued | None:
         """Enqueue."""
-        return await outbox.aenqueue(connection, "greet", None, dedupe_key=key, best_effort=True)
+        return await outbox.on(connection).enqueue("greet", None, dedupe_key=key, best_effort=True)
 
 
 class EnqueueMany:
@@ -201,11 +201,11 @@ class EnqueueMany:
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> EnqueuedMany:
         """Enqueue them."""
-        return outbox.enqueue_many(connection, self._items(key), require_transaction=False)
+        return outbox.on(connection).enqueue_many(self._items(key), require_transaction=False)
 
     async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> EnqueuedMany:
         """Enqueue them."""
-        return await outbox.aenqueue_many(connection, self._items(key), require_transaction=False)
+        return await outbox.on(connection).enqueue_many(self._items(key), require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
         """Return the messages."""
@@ -223,11 +223,11 @@ class Cancel:
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> str:
         """Cancel it."""
-        return outbox.cancel(connection, topic="greet", dedupe_key=key, require_transaction=False)
+        return outbox.on(connection).cancel(topic="greet", dedupe_key=key, require_transaction=False)
 
     async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> str:
         """Cancel it."""
-        return await outbox.acancel(connection, topic="greet", dedupe_key=key, require_transaction=False)
+        return await outbox.on(connection).cancel(topic="greet", dedupe_key=key, require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
         """Return the message, cancelled."""

@@ -120,7 +120,7 @@ async def test_no_output_contains_the_canary(
     outbox.define(Topic("reset", redact=("user.email",)))
     register(outbox, kind)
     with db.transaction():
-        message_id = outbox.enqueue(db, "reset", PAYLOAD, **OPTIONS).id
+        message_id = outbox.on(db).enqueue("reset", PAYLOAD, **OPTIONS).id
     await Worker(outbox).run_once()
     row = row_of(db, message_id)
     written = [str(row.last_error), str(row.skip_reason), str(attempts_of(db, message_id))]
@@ -141,7 +141,7 @@ def test_without_the_application_the_default_and_configured_names_apply(
     dsn: str, db: psycopg.Connection, directory: Path
 ) -> None:
     with db.transaction():
-        message_id = Outbox(settings_for(dsn)).enqueue(db, "reset", PAYLOAD, **OPTIONS).id
+        message_id = Outbox(settings_for(dsn)).on(db).enqueue("reset", PAYLOAD, **OPTIONS).id
     shown = json.loads(pgoutbox(dsn, directory, "show", message_id, "--json", app=False))
     assert shown["payload"] == {
         "to": "ann",
@@ -162,7 +162,7 @@ def test_an_encrypted_payload_is_shown_as_encrypted(
     outbox = Outbox(settings_for(dsn, encryption_keys=KEY))
     outbox.define(Topic("sealed", encrypted=True))
     with db.transaction():
-        message_id = outbox.enqueue(db, "sealed", CANARY).id
+        message_id = outbox.on(db).enqueue("sealed", CANARY).id
     (token,) = db.execute("SELECT payload #>> '{pgoutbox.encrypted,token}' FROM pgoutbox.message").fetchone() or ("",)
     shown = pgoutbox(dsn, directory, "show", message_id, *options)
     assert "(encrypted)" in shown

@@ -97,7 +97,7 @@ async def test_one_trace_covers_the_request_the_transaction_and_the_smtp_server(
                 with traces.tracer.start_as_current_span("business transaction"):
                     await connection.execute("CREATE TABLE member (email text)")
                     await connection.execute("INSERT INTO member VALUES (%s)", ["ada@example.org"])
-                    await outbox.aenqueue(connection, "mail.welcome", None, destination="mailto:ada@example.org")
+                    await outbox.on(connection).enqueue("mail.welcome", None, destination="mailto:ada@example.org")
                     await connection.commit()
             return PlainTextResponse("welcome", status_code=201)
 
@@ -155,7 +155,7 @@ async def test_every_attempt_is_a_span_of_the_same_trace_with_its_outcome(
             raise Permanent(CANARY)
 
     with psycopg.connect(dsn) as connection, traces.tracer.start_as_current_span("request"):
-        outbox.enqueue(connection, "greet", CANARY, destination=f"mailto:{CANARY}@example.org", dedupe_key=CANARY)
+        outbox.on(connection).enqueue("greet", CANARY, destination=f"mailto:{CANARY}@example.org", dedupe_key=CANARY)
     await Worker(outbox).drain()
     attempts = traces.named("process greet")
     (sent,) = traces.named("send greet")
@@ -177,8 +177,8 @@ async def test_a_batch_is_linked_to_the_traces_of_all_its_messages(
     with psycopg.connect(dsn) as connection:
         for name in ("first", "second"):
             with traces.tracer.start_as_current_span(name):
-                outbox.enqueue(connection, "index", name)
-        outbox.enqueue(connection, "index", "untraced")
+                outbox.on(connection).enqueue("index", name)
+        outbox.on(connection).enqueue("index", "untraced")
     with traces.tracer.start_as_current_span("the span that is current at the start of the worker"):
         await Worker(outbox).run_once()
     (batch,) = traces.named("process index")
@@ -209,8 +209,8 @@ def test_bulk_and_fan_out_have_one_span_whose_context_all_messages_carry(
 ) -> None:
     outbox = Outbox(settings_for(dsn))
     with psycopg.connect(dsn) as connection, traces.tracer.start_as_current_span("request"):
-        many = outbox.enqueue_many(connection, [NewMessage("greet", n) for n in range(3)])
-        fanned = outbox.enqueue_fanout(connection, "news", None, ["mailto:a@example.org", "mailto:b@example.org"])
+        many = outbox.on(connection).enqueue_many([NewMessage("greet", n) for n in range(3)])
+        fanned = outbox.on(connection).enqueue_fanout("news", None, ["mailto:a@example.org", "mailto:b@example.org"])
     (bulk,) = traces.named("send")
     (fanout,) = traces.named("send news")
     assert (bulk.attributes or {})["messaging.batch.message_count"] == 3
@@ -225,11 +225,11 @@ def test_headers_of_the_caller_are_kept_and_take_precedence(dsn: str, db: psycop
     own = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
     full = {f"h{n}": "x" for n in range(64)}
     with psycopg.connect(dsn) as connection, traces.tracer.start_as_current_span("request"):
-        kept = outbox.enqueue(connection, "greet", None, headers=own)
-        crowded = outbox.enqueue(connection, "greet", None, headers=full)
-        beside = outbox.enqueue(connection, "greet", None, headers={"a": "b"})
+        kept = outbox.on(connection).enqueue("greet", None, headers=own)
+        crowded = outbox.on(connection).enqueue("greet", None, headers=full)
+        beside = outbox.on(connection).enqueue("greet", None, headers={"a": "b"})
         with pytest.raises(ArgumentError, match="headers"):
-            outbox.enqueue(connection, "greet", None, headers="nonsense")  # type: ignore[call-overload]
+            outbox.on(connection).enqueue("greet", None, headers="nonsense")  # type: ignore[call-overload]
     assert headers_of(db, kept.id) == own
     assert headers_of(db, crowded.id) == full
     assert headers_of(db, beside.id).keys() == {"a", "traceparent"}
@@ -246,9 +246,9 @@ def test_no_context_is_propagated_without_a_span_or_with_tracing_off(
     with psycopg.connect(dsn) as connection:
         if forbidden:
             with traces.tracer.start_as_current_span("request"):
-                enqueued = outbox.enqueue(connection, "greet", None)
+                enqueued = outbox.on(connection).enqueue("greet", None)
         else:
-            enqueued = outbox.enqueue(connection, "greet", None)
+            enqueued = outbox.on(connection).enqueue("greet", None)
     assert headers_of(db, enqueued.id) == {}
     assert traces.named("send greet") == []
 
@@ -282,7 +282,7 @@ async def test_a_cancelled_enqueue_leaves_the_callers_span_current(dsn: str, tra
         with traces.tracer.start_as_current_span("request") as request:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
-                    await outbox.aenqueue(connection, "greet", None)
+                    await outbox.on(connection).enqueue("greet", None)
             assert trace.get_current_span() is request
         await connection.rollback()
     (span,) = traces.named("send greet")

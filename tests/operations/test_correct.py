@@ -147,7 +147,7 @@ def test_an_encrypted_message_keeps_payload_and_destination(
     outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
     outbox.define(Topic("reset", encrypted=True))
     with db.transaction():
-        message_id = outbox.enqueue(db, "reset", {"code": "4711"}, destination="mailto:ada@example.org").id
+        message_id = outbox.on(db).enqueue("reset", {"code": "4711"}, destination="mailto:ada@example.org").id
     if state is State.FAILED:
         db.execute(PUT_FINAL, {"id": message_id, "state": "failed", "age": timedelta()})
     before = fields_of(db, message_id)
@@ -434,7 +434,7 @@ def outbox(dsn: str) -> Outbox:
 def welcome(db: psycopg.Connection, outbox: Outbox) -> int:
     with db.transaction():
         payload = Welcome(user_id=7, email="ada@exmaple.org", name="Ada")
-        return outbox.enqueue(db, "mail.welcome", payload, headers={"a": "b", "c": "d"}).id
+        return outbox.on(db).enqueue("mail.welcome", payload, headers={"a": "b", "c": "d"}).id
 
 
 def test_members_of_the_payload_are_merged_and_checked_by_the_model(db: psycopg.Connection, outbox: Outbox) -> None:
@@ -486,7 +486,7 @@ async def test_the_content_of_a_fan_out_stays(dsn: str, db: psycopg.Connection) 
         seen.append((message.payload, message.content))
 
     with db.transaction():
-        outbox.enqueue_fanout(db, "news", {"n": 1}, ["mailto:ada@example.org"], content={"html": "<p>"})
+        outbox.on(db).enqueue_fanout("news", {"n": 1}, ["mailto:ada@example.org"], content={"html": "<p>"})
     assert correct_message(Operator(db), outbox, 1, {"payload": {"n": 2}}).is_done
     await Worker(outbox).run_once()
     assert seen == [({"n": 2}, {"html": "<p>"})]

@@ -78,7 +78,7 @@ def test_all_failed_messages_of_a_filter_are_dismissed(db: psycopg.Connection) -
 def test_a_dismissed_message_gives_its_dedupe_key_back(outbox: Outbox, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED, dedupe_key="k")
     Operator(db).dismiss(message_id, "spam")
-    again = outbox.enqueue(db, "mail", {"to": "bob"}, dedupe_key="k", require_transaction=False)
+    again = outbox.on(db).enqueue("mail", {"to": "bob"}, dedupe_key="k", require_transaction=False)
     assert not again.duplicate
 
 

@@ -87,8 +87,8 @@ def live_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, address
         ("mail", payload, {**common, "ordering_key": f"ordering-{name}"}),
     ]
     with db.transaction():
-        ids = [outbox.enqueue(db, topic, body, **options).id for topic, body, options in items]
-        shared = outbox.enqueue_fanout(db, "news", None, destinations=[address], content={"dear": name}, owner=owner)
+        ids = [outbox.on(db).enqueue(topic, body, **options).id for topic, body, options in items]
+        shared = outbox.on(db).enqueue_fanout("news", None, destinations=[address], content={"dear": name}, owner=owner)
     return ids + [one.id for one in shared]
 
 
@@ -117,7 +117,7 @@ def failures_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, add
     queue = f"bounces-{name[0]}"  # The row of the run keeps it: names of queues are settings, and name no person.
     options: MessageOptions = {"destination": address, "owner": owner, "queue": queue}
     with db.transaction():
-        ids = [outbox.enqueue(db, "bounce", {"to": name} | more, **options).id for more in ({}, LARGE, {"gone": 1})]
+        ids = [outbox.on(db).enqueue("bounce", {"to": name} | more, **options).id for more in ({}, LARGE, {"gone": 1})]
     asyncio.run(Worker(outbox, queues=[queue]).run_once())
     query = "SELECT id FROM pgoutbox.message WHERE failure_of = ANY (%s)"
     hooks = [hook_id for (hook_id,) in db.execute(query, [ids]).fetchall()]
@@ -496,13 +496,13 @@ def test_a_dedupe_key_that_a_later_message_has_taken_stays(outbox: Outbox, db: p
     put_of(db, State.CANCELLED, dedupe_key="k")
     later = put(db, dedupe_key="k")
     Operator(db).erase(owner=OWNER)
-    again = outbox.enqueue(db, "mail", {"to": "ada"}, dedupe_key="k", require_transaction=False)
+    again = outbox.on(db).enqueue("mail", {"to": "ada"}, dedupe_key="k", require_transaction=False)
     assert (again.duplicate, again.id) == (True, later)
 
 
 def test_the_content_of_a_fan_out_stays_for_its_other_messages(outbox: Outbox, db: psycopg.Connection) -> None:
     with db.transaction():
-        outbox.enqueue_fanout(db, "news", None, [ADA, BOB], content="shared")
+        outbox.on(db).enqueue_fanout("news", None, [ADA, BOB], content="shared")
     Operator(db).erase(destination=ADA)
     assert count(db, "content") == 1
     Operator(db).erase(destination=BOB)

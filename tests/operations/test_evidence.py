@@ -393,7 +393,7 @@ def test_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connec
     outbox = Outbox(settings_for(dsn, encryption_keys=Fernet.generate_key().decode()))
     outbox.define(Topic("reset", encrypted=True))
     with db.transaction():
-        sealed = outbox.enqueue(db, "reset", {"code": "x" * size}, destination=CEO).id
+        sealed = outbox.on(db).enqueue("reset", {"code": "x" * size}, destination=CEO).id
     plain = put(db, State.FAILED, destination=CEO)
     db.execute(PUT_FINAL, {"id": sealed, "state": "failed", "age": timedelta()})
     left, done = (
@@ -417,7 +417,7 @@ async def test_an_encrypted_fan_out_is_delivered_to_another_destination(dsn: str
         seen.append((message.destination, message.content))
 
     with db.transaction():
-        outbox.enqueue_fanout(db, "news", {"n": 1}, [CEO], content={"html": "<p>"})
+        outbox.on(db).enqueue_fanout("news", {"n": 1}, [CEO], content={"html": "<p>"})
     db.execute(PUT_FINAL, {"id": 1, "state": "failed", "age": timedelta()})
     assert Operator(db).correct(1, {"destination": EVIL}).is_done
     await Worker(outbox).run_once()
@@ -439,7 +439,7 @@ async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, 
         raise Permanent("no such mailbox")
 
     with db.transaction():
-        outbox.enqueue(db, "reset", {"code": "x"}, destination=CEO)
+        outbox.on(db).enqueue("reset", {"code": "x"}, destination=CEO)
     await Worker(outbox).run_once()
     ((hook_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE failure_of IS NOT NULL").fetchall()
     assert seen == [(None, {"code": "x"})]
@@ -451,7 +451,7 @@ def test_an_operator_guesses_no_payload_by_its_dedupe_key(dsn: str, db: psycopg.
     """The views show the key and the names in the payload, and a guess is not an act."""
     outbox = Outbox(settings_for(dsn))
     with db.transaction():
-        first = outbox.enqueue(db, "mail", {"code": "4711"}, dedupe_key="k").id
+        first = outbox.on(db).enqueue("mail", {"code": "4711"}, dedupe_key="k").id
     with login(dsn, "pgoutbox_operator") as its_dsn, Operator(its_dsn) as operator:
         answers = [operator.enqueue(outbox.draft("mail", {"code": c}, dedupe_key="k")) for c in ("4711", "0815")]
     assert [(answer.id, answer.duplicate) for answer in answers] == [(first, True)] * 2

@@ -26,9 +26,11 @@ KEY = Fernet.generate_key().decode()
 def test_an_export_has_all_data_of_a_message(db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(db.info.dsn))
     with db.transaction():
-        message_id = outbox.enqueue(
-            db, "mail", LARGE, owner="person-7", destination=ADA, headers={"x-to": "ada"}, coalesce_key="k"
-        ).id
+        message_id = (
+            outbox.on(db)
+            .enqueue("mail", LARGE, owner="person-7", destination=ADA, headers={"x-to": "ada"}, coalesce_key="k")
+            .id
+        )
     put(db, destination=ADA)
     db.execute(ADD_ATTEMPT, (message_id, 1))
     Operator(db, actor="olga").cancel(message_id)
@@ -59,7 +61,7 @@ def test_an_export_is_an_act_of_the_audit(db: psycopg.Connection) -> None:
 def test_the_content_of_a_fan_out_is_exported(db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(db.info.dsn))
     with db.transaction():
-        outbox.enqueue_fanout(db, "news", None, [ADA, "mailto:bob@example.org"], content={"html": "<p>"})
+        outbox.on(db).enqueue_fanout("news", None, [ADA, "mailto:bob@example.org"], content={"html": "<p>"})
     (one,) = Operator(db).export(destination=ADA)
     assert one["content"] == {"html": "<p>"}
 
@@ -68,7 +70,7 @@ def test_encrypted_payloads_are_opened_with_their_key(db: psycopg.Connection, ds
     outbox = Outbox(settings_for(dsn, encryption_keys=KEY))
     outbox.define(Topic("reset", encrypted=True))
     with db.transaction():
-        outbox.enqueue(db, "reset", {"code": "s3cret"}, owner="person-7")
+        outbox.on(db).enqueue("reset", {"code": "s3cret"}, owner="person-7")
     for key, is_open in ((KEY, True), (None, False), (Fernet.generate_key().decode(), False)):
         with Operator(settings_with(dsn=dsn, encryption_keys=key)) as operator:
             (one,) = operator.export(owner="person-7")

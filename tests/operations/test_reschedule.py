@@ -129,7 +129,7 @@ def test_an_application_reschedules_in_its_transaction(
 ) -> None:
     producer, moment = connect(), later()
     message_id = enqueue(db)
-    assert outbox.reschedule(producer, message_id, available_at=moment) is RescheduleResult.RESCHEDULED
+    assert outbox.on(producer).reschedule(message_id, available_at=moment) is RescheduleResult.RESCHEDULED
     assert due_of(producer, message_id) == moment
     assert due_of(db, message_id) != moment
     producer.commit()
@@ -141,7 +141,7 @@ async def test_a_delay_counts_on_the_servers_clock(
     outbox: Outbox, db: psycopg.Connection, aconnect: AsyncConnect
 ) -> None:
     producer, message_id = await aconnect(), enqueue(db)
-    assert await outbox.areschedule(producer, message_id, delay=HOUR) is RescheduleResult.RESCHEDULED
+    assert await outbox.on(producer).reschedule(message_id, delay=HOUR) is RescheduleResult.RESCHEDULED
     await producer.commit()
     (seconds,) = db.execute("SELECT extract(epoch FROM %s - now())", [due_of(db, message_id)]).fetchone() or (0,)
     assert 0 < seconds <= HOUR.total_seconds()
@@ -149,7 +149,7 @@ async def test_a_delay_counts_on_the_servers_clock(
 
 def test_a_delay_and_a_time_exclude_each_other(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     with pytest.raises(ArgumentError, match="delay: give delay or available_at, not both"):
-        outbox.reschedule(rolled_back, 1, available_at=later(), delay=1)
+        outbox.on(rolled_back).reschedule(1, available_at=later(), delay=1)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import Unpack
 
 from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, State, Transient
-from pgoutbox.outbox import EnqueueOptions
+from pgoutbox.enqueue.producer import EnqueueOptions
 from pgoutbox.testing import OutboxDriver, sqlalchemy_url
 from tests.support.pages import DOCS, blocks_of
 
@@ -60,7 +60,7 @@ def driver(dsn: str) -> OutboxDriver:
 def put(connection: psycopg.Connection, *topics: str, **options: Unpack[EnqueueOptions]) -> None:
     with connection.transaction():
         for topic in topics:
-            outbox.enqueue(connection, topic, {}, **options)
+            outbox.on(connection).enqueue(topic, {}, **options)
 
 
 # --- failed messages --------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ async def handle(message: Message, ctx: Context) -> None:
 def test_it(pgoutbox_driver, pgoutbox_dsn):
     driver = pgoutbox_driver(outbox)
     with psycopg.connect(pgoutbox_dsn) as connection:
-        outbox.enqueue(connection, "test.retried", {})
+        outbox.on(connection).enqueue("test.retried", {})
     driver.run_pass()
     driver.deliveries[0]
 """

@@ -44,7 +44,7 @@ def register(
     """Write a registration, and its mail as best effort. The server ends a wait without an end."""
     connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL statement_timeout = '40s'")
     connection.execute("INSERT INTO registration VALUES (7)")
-    return outbox.enqueue(connection, "mail", {"number": 7}, best_effort=True, **keys)
+    return outbox.on(connection).enqueue("mail", {"number": 7}, best_effort=True, **keys)
 
 
 def until_waited_long(db: psycopg.Connection, waiting: psycopg.Connection, future: Future[Enqueued | None]) -> None:
@@ -107,7 +107,7 @@ def test_a_wait_for_a_key_ends_with_the_callers_own_lock_timeout(
     outbox, first, second = Outbox(), connect(), connect()
     register(outbox, first, dedupe_key="registration-7")
     second.execute("INSERT INTO registration VALUES (7); SET LOCAL lock_timeout = '1200ms'")
-    assert outbox.enqueue(second, "mail", {"number": 7}, dedupe_key="registration-7", best_effort=True) is None
+    assert outbox.on(second).enqueue("mail", {"number": 7}, dedupe_key="registration-7", best_effort=True) is None
     second.commit()
     assert "55P03" in errors(caplog)[0]
     assert second_click.execute("SELECT number FROM registration").fetchall() == [(7,)]

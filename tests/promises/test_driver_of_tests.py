@@ -51,7 +51,7 @@ def driver(pgoutbox_driver):
 def put(pgoutbox_dsn):
     def put(topic, bugs=1):
         with psycopg.connect(pgoutbox_dsn) as connection:
-            outbox.enqueue(connection, topic, {"bugs": bugs})
+            outbox.on(connection).enqueue(topic, {"bugs": bugs})
     return put
 
 """

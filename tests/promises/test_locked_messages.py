@@ -54,7 +54,7 @@ async def test_content_that_is_locked_for_a_while_costs_no_attempt(
 ) -> None:
     held, session = Held(dsn, lock_timeout_seconds=0.1), connect()
     with db.transaction():
-        (message,) = held.outbox.enqueue_fanout(db, "greet", 1, ["a:1"], content="shared")
+        (message,) = held.outbox.on(db).enqueue_fanout("greet", 1, ["a:1"], content="shared")
     held.end(message.id, Sent())
     session.execute("LOCK TABLE pgoutbox.content")
     async with running(held.worker):

@@ -46,7 +46,7 @@ NOBODY: Final = "email.to: no recipient"
 def test_a_reason_of_pgoutbox_is_shown_everywhere(start_worker: StartWorker, db: psycopg.Connection, dsn: str) -> None:
     with db.transaction():
         for topic in ("raw", "nobody", "lookup", "secret"):
-            Outbox().enqueue(db, topic, {})
+            Outbox().on(db).enqueue(topic, {})
     worker = start_worker(APPLICATION, "--drain", mail_transport="log", smtp_sender="club@x.test")
     assert worker.wait(PROCESS_PATIENCE_SECONDS) == 0
     assert TOO_LONG in worker.log

@@ -50,7 +50,7 @@ def enqueue(db: psycopg.Connection, *recipients: str) -> list[int]:
     outbox = Outbox(Settings())
     with db.transaction():
         return [
-            outbox.enqueue(db, "mail", None, destination=f"mailto:{recipient}", max_attempts=3).id
+            outbox.on(db).enqueue("mail", None, destination=f"mailto:{recipient}", max_attempts=3).id
             for recipient in recipients
         ]
 

@@ -27,8 +27,8 @@ APPLICATION: Final = """
 def test_a_short_secret_masks_no_part_of_a_word(start_worker: StartWorker, db: psycopg.Connection, dsn: str) -> None:
     password = "&password=ada" if "?" in dsn else "?password=ada"
     with db.transaction():
-        Outbox().enqueue(db, "mail", {"reason": "adam@canada.example has left"})
-        Outbox().enqueue(db, "mail", {"reason": "the server wants ada, not this"})
+        Outbox().on(db).enqueue("mail", {"reason": "adam@canada.example has left"})
+        Outbox().on(db).enqueue("mail", {"reason": "the server wants ada, not this"})
     worker = start_worker(APPLICATION, "--drain", dsn=dsn + password)
     assert worker.wait() == 0
     assert "adam@canada.example has left" in worker.log
@@ -42,7 +42,7 @@ def test_a_short_secret_at_the_beginning_of_a_line_is_masked(
     password = "&password=ada" if "?" in dsn else "?password=ada"
     with db.transaction():
         for before in ("line\n", "cell\t", "dots\u2026"):
-            Outbox().enqueue(db, "mail", {"reason": f"{before}ada, not this"})
+            Outbox().on(db).enqueue("mail", {"reason": f"{before}ada, not this"})
     worker = start_worker(APPLICATION, "--drain", dsn=dsn + password, log_format=log_format)
     assert worker.wait() == 0
     assert "ada, not this" not in worker.log

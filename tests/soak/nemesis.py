@@ -332,7 +332,7 @@ class Nemesis:
     def enqueue_and_change_mind(self) -> None:
         """Enqueue newer messages of debounced keys just before the older ones fall due, and roll back after that."""
         with self._scheduled() as (connection, _):
-            Outbox().enqueue_many(connection, self._debounced())
+            Outbox().on(connection).enqueue_many(self._debounced())
 
     @contextlib.contextmanager
     def _scheduled(self) -> Iterator[tuple[psycopg.Connection, list[int]]]:
@@ -367,13 +367,13 @@ class Nemesis:
     def _enqueue(self, messages: list[NewMessage[dict[str, Any]]]) -> list[int]:
         keys = [message.payload[KEY] for message in messages]
         with psycopg.connect(self.fleet.server.dsn) as connection, self.fleet.ledger.committing(connection, *keys):
-            return [enqueued.id for enqueued in Outbox().enqueue_many(connection, messages)]
+            return [enqueued.id for enqueued in Outbox().on(connection).enqueue_many(messages)]
 
     def hold_cancel(self) -> None:
         """Cancel everything of an owner in a transaction that outlasts leases, then commit it or roll it back."""
         owner = self.chance.choice(["crowded", f"person-{self.chance.randrange(OWNERS)}"])
         with self._held_open() as connection:
-            Outbox().cancel_all(connection, owner=owner)
+            Outbox().on(connection).cancel_all(owner=owner)
 
     def hold_cancel_in_flight(self) -> None:
         """Cancel messages in flight of a limited queue in such a transaction, while others wait for their places."""
@@ -424,7 +424,7 @@ class Nemesis:
     def cancel_owner(self) -> None:
         """Cancel everything of one owner, as a business transaction does."""
         with self.fleet.connection() as connection, connection.transaction():
-            Outbox().cancel_all(connection, owner=f"person-{self.chance.randrange(OWNERS)}")
+            Outbox().on(connection).cancel_all(owner=f"person-{self.chance.randrange(OWNERS)}")
 
     def reschedule(self) -> None:
         """Bring some pending messages forward, or put them off for a second."""
@@ -433,7 +433,7 @@ class Nemesis:
             delay = self.chance.choice([None, 1.0])
             with connection.transaction():
                 for message_id in self.chance.sample(ids, min(len(ids), 20)):
-                    Outbox().reschedule(connection, message_id, delay=delay)
+                    Outbox().on(connection).reschedule(message_id, delay=delay)
 
     def dismiss(self) -> None:
         """Dismiss some failed messages, also while they halt their ordering key."""

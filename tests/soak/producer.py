@@ -290,7 +290,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
 
             async def enqueue(messages: list[NewMessage[Any]]) -> Sequence[Enqueued]:
                 if len(messages) > 1:
-                    return outbox.enqueue_many(connection, messages)
+                    return outbox.on(connection).enqueue_many(messages)
                 (message,) = messages
                 return [_one(outbox, connection, message)]
 
@@ -300,8 +300,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
 
 
 def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any]) -> Enqueued:
-    return outbox.enqueue(
-        connection,
+    return outbox.on(connection).enqueue(
         message.topic,
         message.payload,
         coalesce_key=message.coalesce_key,
@@ -318,15 +317,15 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
 
 def _fan_out(outbox: Outbox, connection: SyncConnection) -> Callable[[FanOut], Coroutine[Any, Any, Sequence[Enqueued]]]:
     async def fan_out(asked: FanOut) -> Sequence[Enqueued]:
-        return outbox.enqueue_fanout(connection, *asked.call, content={"of": asked.key}, max_attempts=10_000)
+        return outbox.on(connection).enqueue_fanout(*asked.call, content={"of": asked.key}, max_attempts=10_000)
 
     return fan_out
 
 
 def _async_enlist(outbox: Outbox, connection: AsyncConnection) -> Enlist:
     return Enlist(
-        lambda messages: outbox.aenqueue_many(connection, messages),
-        lambda asked: outbox.aenqueue_fanout(connection, *asked.call, content={"of": asked.key}, max_attempts=10_000),
+        lambda messages: outbox.on(connection).enqueue_many(messages),
+        lambda asked: outbox.on(connection).enqueue_fanout(*asked.call, content={"of": asked.key}, max_attempts=10_000),
     )
 
 
@@ -350,7 +349,7 @@ def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
         with engine.begin() as connection:
 
             async def enqueue(messages: list[NewMessage[Any]]) -> Sequence[Enqueued]:
-                return outbox.enqueue_many(connection, messages)
+                return outbox.on(connection).enqueue_many(messages)
 
             yield Enlist(enqueue, _fan_out(outbox, connection))
 

@@ -111,7 +111,7 @@ async def tell_the_time(message: Message, ctx: Context) -> None:
     async with await psycopg.AsyncConnection.connect(outbox.settings.require_dsn()) as connection:
         for _ in range(6):
             await connection.execute("INSERT INTO reading VALUES (%s, clock_timestamp())", [time.time()])
-        await outbox.aenqueue(connection, "fault.later", {}, delay=60)
+        await outbox.on(connection).enqueue("fault.later", {}, delay=60)
     await ctx.ensure_lease()
     raise Transient("busy")
 

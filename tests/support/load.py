@@ -154,9 +154,9 @@ class Load:
         payload = {KEY: key, "padding": secrets.token_hex(self._padding_bytes // 2)}
         if coalesces:
             # Each connection has its own key: after a network failure, a lost transaction may hold its lock for long.
-            self._outbox.enqueue(connection, TOPIC, payload, coalesce_key=f"faults-{connection.info.backend_pid}")
+            self._outbox.on(connection).enqueue(TOPIC, payload, coalesce_key=f"faults-{connection.info.backend_pid}")
         else:
-            self._outbox.enqueue(connection, TOPIC, payload)
+            self._outbox.on(connection).enqueue(TOPIC, payload)
 
     def _produce(self, name: str) -> None:
         number = 0

@@ -57,7 +57,7 @@ async def test_an_email_of_ten_megabytes_reaches_each_recipient_of_a_fan_out(dsn
         outbox = outbox_for(dsn, inbox.port)
         with db.transaction():
             addresses = ["mailto:ann@example.com", "mailto:bob@example.com"]
-            made = outbox.enqueue_fanout(db, "relay", {}, addresses, content=base64.b64encode(data).decode())
+            made = outbox.on(db).enqueue_fanout("relay", {}, addresses, content=base64.b64encode(data).decode())
         await Worker(outbox).run_once()
     assert {row_of(db, message_id).state for message_id, *_ in made} == {"sent"}
     assert sorted(received.recipients for received in inbox.received) == [["ann@example.com"], ["bob@example.com"]]
@@ -74,11 +74,11 @@ async def test_a_larger_email_is_read_from_the_applications_table_and_deleted_wh
             db.transaction(),
             pytest.raises(ArgumentError, match=r"content: has \d+ bytes as JSON, the limit is 16777216"),
         ):
-            outbox.enqueue_fanout(db, "relay", {}, ["mailto:a@example.com"], content=base64.b64encode(data).decode())
+            outbox.on(db).enqueue_fanout("relay", {}, ["mailto:a@example.com"], content=base64.b64encode(data).decode())
         with db.transaction():
             db.execute("CREATE TABLE outgoing_mail (id bigint PRIMARY KEY, data bytea NOT NULL)")
             db.execute("INSERT INTO outgoing_mail VALUES (1, %b)", (data,))
-            outbox.enqueue(db, "relay.stored", {"mail_id": 1}, destination="mailto:ann@example.com")
+            outbox.on(db).enqueue("relay.stored", {"mail_id": 1}, destination="mailto:ann@example.com")
         await Worker(outbox).run_once()
     assert [received.content == data for received in inbox.received] == [True]
     assert db.execute("SELECT count(*) FROM outgoing_mail").fetchone() == (0,)

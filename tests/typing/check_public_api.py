@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, assert_type
 from pydantic import BaseModel
 
 from pgoutbox import (
+    AsyncProducer,
     CallNext,
     CancelResult,
     Context,
@@ -21,6 +22,7 @@ from pgoutbox import (
     Operator,
     Outbox,
     Permanent,
+    Producer,
     RescheduleResult,
     Sent,
     Skip,
@@ -167,21 +169,23 @@ def enqueue_on_sync_connections(
     async_session: AsyncSession,
 ) -> None:
     payload = Activation(user_id=1, email="a@example.org")
-    assert_type(outbox.enqueue(psycopg_connection, activation, payload), Enqueued)
-    assert_type(outbox.enqueue(dict_connection, "mail.plain", {"user_id": 1}, delay=3, queue="bulk"), Enqueued)
-    assert_type(outbox.enqueue(sqlalchemy_connection, plain, {"user_id": 1}), Enqueued)
-    assert_type(outbox.enqueue(session, "mail.plain", None, best_effort=False), Enqueued)
-    assert_type(outbox.enqueue(scoped, "mail.plain", [1], best_effort=True), Enqueued | None)
-    assert_type(outbox.enqueue_many(session, [NewMessage(activation, payload), NewMessage("a", 1)]), EnqueuedMany)
-    assert_type(outbox.cancel(session, 1), CancelResult)
+    assert_type(outbox.on(psycopg_connection), Producer)
+    assert_type(outbox.on(async_connection), AsyncProducer)
+    assert_type(outbox.on(psycopg_connection).enqueue(activation, payload), Enqueued)
+    assert_type(outbox.on(dict_connection).enqueue("mail.plain", {"user_id": 1}, delay=3, queue="bulk"), Enqueued)
+    assert_type(outbox.on(sqlalchemy_connection).enqueue(plain, {"user_id": 1}), Enqueued)
+    assert_type(outbox.on(session).enqueue("mail.plain", None, best_effort=False), Enqueued)
+    assert_type(outbox.on(scoped).enqueue("mail.plain", [1], best_effort=True), Enqueued | None)
+    assert_type(outbox.on(session).enqueue_many([NewMessage(activation, payload), NewMessage("a", 1)]), EnqueuedMany)
+    assert_type(outbox.on(session).cancel(1), CancelResult)
 
-    outbox.enqueue(psycopg_connection, activation, Other(name="x"))  # type: ignore[misc]
-    outbox.enqueue(psycopg_connection, activation, {"user_id": 1})  # type: ignore[misc]
-    outbox.enqueue(psycopg_connection, "mail.plain", 1, qeue="bulk")  # type: ignore[call-overload]
-    outbox.enqueue(psycopg_connection, "mail.plain", 1, max_attempts="3")  # type: ignore[call-overload]
-    outbox.enqueue(async_connection, "mail.plain", 1)  # type: ignore[call-overload]
-    outbox.enqueue(async_session, "mail.plain", 1)  # type: ignore[call-overload]
-    outbox.cancel(async_connection, 1)  # type: ignore[arg-type]
+    outbox.on(psycopg_connection).enqueue(activation, Other(name="x"))  # type: ignore[misc]
+    outbox.on(psycopg_connection).enqueue(activation, {"user_id": 1})  # type: ignore[misc]
+    outbox.on(psycopg_connection).enqueue("mail.plain", 1, qeue="bulk")  # type: ignore[call-overload]
+    outbox.on(psycopg_connection).enqueue("mail.plain", 1, max_attempts="3")  # type: ignore[call-overload]
+    outbox.on(async_connection).enqueue("mail.plain", 1)  # type: ignore[unused-coroutine]
+    outbox.on(async_session).enqueue("mail.plain", 1)  # type: ignore[unused-coroutine]
+    outbox.on(async_connection).cancel(1)  # type: ignore[unused-coroutine]
     NewMessage(activation, Other(name="x"))  # type: ignore[misc]
 
 
@@ -191,11 +195,12 @@ async def enqueue_on_async_connections(
     connection: AsyncConnection,
     session: AsyncSession,
 ) -> None:
-    assert_type(await outbox.aenqueue(psycopg_connection, plain, {"user_id": 1}), Enqueued)
-    assert_type(await outbox.aenqueue(connection, "mail.plain", 1, best_effort=True), Enqueued | None)
-    assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), EnqueuedMany)
-    assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
-    await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]
+    assert_type(await outbox.on(psycopg_connection).enqueue(plain, {"user_id": 1}), Enqueued)
+    assert_type(await outbox.on(connection).enqueue("mail.plain", 1, best_effort=True), Enqueued | None)
+    assert_type(await outbox.on(session).enqueue_many([NewMessage("a", 1)]), EnqueuedMany)
+    assert_type(await outbox.on(session).cancel(topic="a", dedupe_key="k"), CancelResult)
+    await outbox.on(sync_connection).enqueue("mail.plain", 1)  # type: ignore[misc]
+    outbox.on(object())  # type: ignore[call-overload]
 
 
 class DjangoStubs:
@@ -236,9 +241,9 @@ class AsyncpgStubs:
 
 
 async def enqueue_on_drivers_with_type_stubs(django: DjangoStubs, asyncpg: AsyncpgStubs) -> None:
-    assert_type(outbox.enqueue(django, plain, 1), Enqueued)
-    assert_type(await outbox.aenqueue(asyncpg, plain, 1), Enqueued)
-    outbox.enqueue(asyncpg, plain, 1)  # type: ignore[call-overload]
+    assert_type(outbox.on(django).enqueue(plain, 1), Enqueued)
+    assert_type(await outbox.on(asyncpg).enqueue(plain, 1), Enqueued)
+    outbox.on(asyncpg).enqueue(plain, 1)  # type: ignore[unused-coroutine]
 
 
 # --- workers and tests ------------------------------------------------------------------------------------------------

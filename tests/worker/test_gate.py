@@ -182,7 +182,7 @@ async def test_a_transactional_handler_does_not_begin_if_its_message_expired_whi
     name_of = transactional._name_of
     monkeypatch.setattr(transactional, "_name_of", name_late)
     with db.transaction():
-        message_id = outbox.enqueue(db, "greet", 1, expires_at=soon()).id
+        message_id = outbox.on(db).enqueue("greet", 1, expires_at=soon()).id
     async with running(Worker(outbox)):
         await until(lambda: row_of(db, message_id).is_finished)
     assert (state_of(db, message_id), begun) == ("skipped", [])

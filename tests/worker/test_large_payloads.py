@@ -47,7 +47,7 @@ def enqueue_json(db: psycopg.Connection, payload: str, topic: str = "greet") -> 
 
 def fan_out(outbox: Outbox, connection: psycopg.Connection, content: object, *, payload: object = LARGE) -> list[int]:
     """Enqueue three messages with one content. Return their ids."""
-    made = outbox.enqueue_fanout(connection, "greet", payload, ["a:1", "a:2", "a:3"], content=content)
+    made = outbox.on(connection).enqueue_fanout("greet", payload, ["a:1", "a:2", "a:3"], content=content)
     connection.commit()
     return [message.id for message in made]
 
@@ -111,7 +111,7 @@ async def test_an_encrypted_large_payload_is_decrypted_also_for_the_hook_of_a_fa
         seen.append(message.payload.payload)
 
     with connect() as connection:
-        outbox.enqueue(connection, "greet", LARGE, destination="mailto:ann@example.org")
+        outbox.on(connection).enqueue("greet", LARGE, destination="mailto:ann@example.org")
         connection.commit()
     await Worker(outbox).drain()
     assert seen == [LARGE, LARGE]
@@ -312,7 +312,7 @@ async def test_a_content_that_no_attempt_uses_makes_none_wait(
 
     @outbox.handler("first")
     async def first(message: Message, ctx: Context) -> None:
-        outbox.enqueue_fanout(connection, "greet", {}, ["a:1"], content=LARGE)
+        outbox.on(connection).enqueue_fanout("greet", {}, ["a:1"], content=LARGE)
         connection.commit()
         await until(lambda: state_of(db, message.id + 1) == "sent")
         last = enqueue(db, payload=LARGE)

@@ -153,7 +153,7 @@ async def test_a_payload_that_was_encrypted_stays_so_in_the_row_and_is_decrypted
     outbox.define(Topic("greet", encrypted=True, coalesce_key=lambda p: p["name"]))
     seen = hooked(outbox)
     with connect() as connection:
-        outbox.enqueue(connection, "greet", {"name": "Ann"}, destination="mailto:ann@example.org")
+        outbox.on(connection).enqueue("greet", {"name": "Ann"}, destination="mailto:ann@example.org")
         connection.commit()
     await Worker(outbox).run_once()
     assert [m.payload.payload for m in seen] == [{"name": "Ann"}]

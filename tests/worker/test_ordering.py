@@ -220,8 +220,8 @@ async def test_only_the_topic_can_set_its_ordering_key(dsn: str, connect: Connec
     topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), halts_key=True)
     with connect() as connection:
         for number in range(4):
-            line.outbox.enqueue(connection, topic, {"account": number % 2})
-        line.outbox.enqueue_many(connection, [NewMessage(topic, {"account": number % 2}) for number in range(4)])
+            line.outbox.on(connection).enqueue(topic, {"account": number % 2})
+        line.outbox.on(connection).enqueue_many([NewMessage(topic, {"account": number % 2}) for number in range(4)])
     await drained(line.outbox)
     assert {key: len(ids) for key, ids in line.seen.items()} == {"0": 4, "1": 4}
     assert all(ids == sorted(ids) for ids in line.seen.values())
@@ -240,7 +240,7 @@ def due_in(db: psycopg.Connection, message_id: int) -> float:
 
 def debounced(outbox: Outbox, connect: Connect) -> int:
     with connect() as connection:
-        return outbox.enqueue(connection, "greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
+        return outbox.on(connection).enqueue("greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
 
 def test_a_debounce_limit_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
     with connect() as connection, pytest.raises(ArgumentError, match="max_delay: only together with coalesce_key"):
-        Line(dsn).outbox.enqueue(connection, "greet", 1, delay=60, max_delay=90)
+        Line(dsn).outbox.on(connection).enqueue("greet", 1, delay=60, max_delay=90)
 
 
 # --- fan-out ----------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
         keys.add(message.idempotency_key)
 
     with connect() as connection:
-        enqueued = outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, destinations, content=content)
+        enqueued = outbox.on(connection).enqueue_fanout("newsletter", {"issue": 12}, destinations, content=content)
     rows = rows_of(db, *(message.id for message in enqueued))
     assert db.execute("SELECT count(*), min(octet_length(body::text)) FROM pgoutbox.content").fetchone() == (1, 10_012)
     await drained(outbox)
@@ -312,7 +312,7 @@ async def test_more_contents_than_a_worker_caches_are_delivered(
     expected: dict[int, object] = {}
     with connect() as connection:
         for number in range(40):
-            for message in outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2", "a:3"], content=number):
+            for message in outbox.on(connection).enqueue_fanout("greet", 1, ["a:1", "a:2", "a:3"], content=number):
                 expected[message.id] = number
     # Each claim has the first destination of some fan-outs, and the second of others.
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => id * 7 % 11)")
@@ -326,7 +326,7 @@ async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
 ) -> None:
     line = Line(dsn)
     with connect() as connection:
-        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+        (message,) = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1"], content="shared")
     read = Store.contents
     trials = 0
 
@@ -348,7 +348,7 @@ async def test_the_content_is_deleted_with_the_last_of_its_messages(
 ) -> None:
     outbox = Outbox(settings_for(dsn))
     with connect() as connection:
-        first, second = outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2"], content="shared")
+        first, second = outbox.on(connection).enqueue_fanout("greet", 1, ["a:1", "a:2"], content="shared")
 
     def prune_after_a_day() -> int | None:
         db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 days' WHERE finished_at IS NOT NULL")
@@ -357,10 +357,10 @@ async def test_the_content_is_deleted_with_the_last_of_its_messages(
         return None if row is None else int(row[0])
 
     with connect() as connection:
-        outbox.cancel(connection, first.id)
+        outbox.on(connection).cancel(first.id)
     assert prune_after_a_day() == 1
     with connect() as connection:
-        outbox.cancel(connection, second.id)
+        outbox.on(connection).cancel(second.id)
     assert prune_after_a_day() == 0
 
 
@@ -370,7 +370,7 @@ async def test_a_message_with_a_deleted_content_fails_with_the_reason(
 ) -> None:
     line = Line(dsn)
     with connect() as connection:
-        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+        (message,) = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1"], content="shared")
     db.execute("DELETE FROM pgoutbox.content")
     await drained(line.outbox)
     (row,) = rows_of(db, message.id)
@@ -382,10 +382,10 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
     outbox = Outbox(settings_for(dsn))
     with connect() as connection:
         with pytest.raises(ArgumentError, match=r"destinations\[1\]"):
-            outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "not a URI"], content="shared")
-        assert outbox.enqueue_fanout(connection, "greet", 1, [], content="shared") == []
+            outbox.on(connection).enqueue_fanout("greet", 1, ["a:1", "not a URI"], content="shared")
+        assert outbox.on(connection).enqueue_fanout("greet", 1, [], content="shared") == []
         with pytest.raises(ArgumentError, match="have no keys"):
-            outbox.enqueue_fanout(connection, outbox.define(Topic("keyed", dedupe_key=str)), 1, ["a:1"])
+            outbox.on(connection).enqueue_fanout(outbox.define(Topic("keyed", dedupe_key=str)), 1, ["a:1"])
         assert connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone() == (0,)
 
 

@@ -66,7 +66,7 @@ async def test_messages_whose_content_cannot_be_read_are_released(dsn: str, db: 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
-    outbox.enqueue_fanout(db, "greet", 3, ["a:1", "a:2"], content={"text": "shared"}, require_transaction=False)
+    outbox.on(db).enqueue_fanout("greet", 3, ["a:1", "a:2"], content={"text": "shared"}, require_transaction=False)
     db.execute("ALTER TABLE pgoutbox.content RENAME TO mislaid")
     with pytest.raises((psycopg.Error, PgOutboxError)):
         await Worker(outbox).run_once()

@@ -186,7 +186,7 @@ async def test_each_message_of_a_fan_out_has_its_own_outcome(outbox: Outbox, db:
 
     recipients = [f"mailto:{name}@example.org" for name in ("ann", "refused", "greylisted")]
     with db.transaction():
-        ids = outbox.enqueue_fanout(db, "relay", None, recipients, content="hello").ids
+        ids = outbox.on(db).enqueue_fanout("relay", None, recipients, content="hello").ids
     await Worker(outbox).run_once()
     assert contents == ["hello"] * 3
     rows = rows_of(db, *ids)

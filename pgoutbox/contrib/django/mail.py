@@ -34,7 +34,6 @@ from django.utils.module_loading import import_string
 from django.utils.timezone import is_naive, make_aware
 
 from pgoutbox.contrib.django import conf, outbox
-from pgoutbox.enqueue.validation import prepare
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Skip, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
@@ -90,7 +89,7 @@ class EmailBackend(BaseEmailBackend):
         drafts = [_draft(one, self._deliver_with) for one in emails]
         if drafts:
             with conf.transaction_of(connection):
-                outbox.enqueue_many(connection, drafts)
+                outbox.on(connection).enqueue_many(drafts)
         return len(drafts)
 
     def _is_enqueued(self, connection: Any, one: Any) -> bool:  # noqa: ANN401
@@ -102,7 +101,7 @@ class EmailBackend(BaseEmailBackend):
             event = {"event": LogEvent.ENQUEUE_FAILED.value, "topic": TOPIC, "error_type": type(error).__name__}
             _logger.error(text, type(error).__name__, extra=event)  # noqa: TRY400 - so does the traceback
             return False
-        stored = outbox.enqueue(connection, TOPIC, draft.payload, destination=draft.destination, best_effort=True)
+        stored = outbox.on(connection).enqueue(TOPIC, draft.payload, destination=draft.destination, best_effort=True)
         return stored is not None
 
 
@@ -123,7 +122,8 @@ def _is_own(path: str) -> bool:
 def check(email_message: Any) -> None:  # noqa: ANN401
     """Refuse the e-mail if the backend does, and enqueue nothing."""
     if email_message.recipients():
-        prepare(_draft(email_message, conf.deliver_with()), outbox._route(TOPIC, None))
+        draft = _draft(email_message, conf.deliver_with())
+        outbox.draft(TOPIC, draft.payload, destination=draft.destination)
 
 
 def _address(value: object) -> str:

@@ -151,8 +151,7 @@ class OutboxBackend(BaseTaskBackend):
         lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
         connection = connections[conf.alias()]
         with conf.transaction_of(connection):
-            enqueued = outbox.enqueue(
-                connection,
+            enqueued = outbox.on(connection).enqueue(
                 TOPIC,
                 payload,
                 queue=f"{task.queue_name if self.queues else 'default'}{lane}",

@@ -115,7 +115,7 @@ def break_the_transaction(message: Message, ctx: SyncContext) -> None:
 def supersede_itself(message: Message, ctx: SyncContext) -> None:
     seen.append(message.payload)
     if message.payload == "old":
-        outbox.enqueue(connection, "super", "new", coalesce_key="k")
+        outbox.on(connection).enqueue("super", "new", coalesce_key="k")
         ctx.ensure_lease()
         seen.append("not reached")
 
@@ -134,7 +134,7 @@ def do_it_on_commit(message: Message, ctx: SyncContext) -> None:
 @outbox.handler("relay")
 def enqueue_another(message: Message, ctx: SyncContext) -> None:
     with transaction.atomic():
-        outbox.enqueue(connection, "try", "relayed", queue="other")
+        outbox.on(connection).enqueue("try", "relayed", queue="other")
 
 
 outbox.define(Topic("secret", encrypted=True))

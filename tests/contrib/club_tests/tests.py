@@ -17,8 +17,8 @@ from typing_extensions import Unpack
 from pgoutbox import State, Transient
 from pgoutbox.contrib.django import outbox
 from pgoutbox.contrib.django.test import OutboxTestCase, ProjectDriver
+from pgoutbox.enqueue.producer import EnqueueOptions
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.testing import OutboxDriver
 
 from .models import Member
@@ -30,7 +30,7 @@ logging.getLogger("pgoutbox").setLevel(logging.CRITICAL)
 
 
 def put(topic: str, payload: object = None, **options: Unpack[EnqueueOptions]) -> None:
-    outbox.enqueue(connection, topic, payload, **options)
+    outbox.on(connection).enqueue(topic, payload, **options)
 
 
 class Base(OutboxTestCase):

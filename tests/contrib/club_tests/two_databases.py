@@ -21,7 +21,7 @@ class BothTest(OutboxTestCase):
     def test_a_message_of_one_database_about_a_row_of_the_other(self) -> None:
         pk = Member.objects.create(email="bob@example.org").pk
         for topic in ("mail.welcome", "mail.async", "break"):
-            outbox.enqueue(connections["mail"], topic, {"pk": pk})
+            outbox.on(connections["mail"]).enqueue(topic, {"pk": pk})
         with self.driver.expect_raised(IntegrityError):
             self.driver.drain()
         assert len(self.driver.deliveries) == 2
@@ -31,7 +31,7 @@ class BothTest(OutboxTestCase):
         with self.assertRaisesRegex(
             SchemaError, "connection: is that of DATABASES\\['default'\\], where pgoutbox does"
         ):
-            outbox.enqueue(connections["default"], "mail.welcome", {"pk": 1})
+            outbox.on(connections["default"]).enqueue("mail.welcome", {"pk": 1})
         transaction.set_rollback(True)
 
 

@@ -15,12 +15,12 @@ from .models import Member
 def sign_up(email: str) -> None:
     with transaction.atomic():
         member = Member.objects.create(email=email)
-        outbox.enqueue(connection, "mail.welcome", {"pk": member.pk})
+        outbox.on(connection).enqueue("mail.welcome", {"pk": member.pk})
 
 
 def join(request: HttpRequest) -> HttpResponse:
     member = Member.objects.create(email="ada@example.org")
-    outbox.enqueue(connection, "mail.welcome", {"pk": member.pk})  # ATOMIC_REQUESTS
+    outbox.on(connection).enqueue("mail.welcome", {"pk": member.pk})  # ATOMIC_REQUESTS
     if "refuse" in request.GET:
         raise PermissionDenied
     return HttpResponse("joined")
@@ -29,6 +29,6 @@ def join(request: HttpRequest) -> HttpResponse:
 @transaction.non_atomic_requests  # type: ignore[untyped-decorator] # Django ships no types.
 async def join_async(request: HttpRequest) -> HttpResponse:
     if "directly" in request.GET:
-        outbox.enqueue(connection, "mail.welcome", {"pk": 1})
+        outbox.on(connection).enqueue("mail.welcome", {"pk": 1})
     await sync_to_async(sign_up)("ada@example.org")
     return HttpResponse("joined")

@@ -1,0 +1,388 @@
+"""Producers: they write and cancel messages on a connection of the caller, as `Outbox.on` returns them.
+
+Each call is a generator of statements, which a `Producer` runs, and of which an `AsyncProducer` returns a coroutine.
+Nothing here opens, commits or closes a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, overload
+
+from typing_extensions import Unpack
+
+from pgoutbox.clock import Duration
+from pgoutbox.database import sql
+from pgoutbox.enqueue.adapters import (
+    ASYNC_ADAPTERS,
+    SYNC_ADAPTERS,
+    Answer,
+    ClosedError,
+    answer_of,
+    known_name,
+    refusal,
+)
+from pgoutbox.enqueue.generators import (
+    Cancelled,
+    CancelResult,
+    Enqueued,
+    EnqueuedMany,
+    RescheduleResult,
+    Steps,
+    UnprotectedError,
+    arun,
+    cancel_each,
+    cancel_one,
+    in_savepoint,
+    insert,
+    insert_all,
+    insert_fanout,
+    new_time_of,
+    reschedule_one,
+    run,
+    target_of,
+    targets_of,
+    transaction,
+)
+from pgoutbox.enqueue.payloads import Serializer
+from pgoutbox.enqueue.routes import Router
+from pgoutbox.enqueue.validation import Draft, carrying, prepare, prepare_fanout
+from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError
+from pgoutbox.message import P
+from pgoutbox.observability.events import LogEvent
+from pgoutbox.redaction import redact_text
+from pgoutbox.text import describe, one_line
+from pgoutbox.topics import FanoutOptions, MessageOptions, NewMessage, Recipient, Topic
+
+_logger = logging.getLogger(__name__)
+
+# The names of a message in the log of a failed enqueue, besides its topic.
+_KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key", "owner")
+# What that log adds to an error of PostgreSQL.
+_NEXT_STEPS: Final[Mapping[str, str]] = {
+    "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
+    "55P03": "; another session held a table of the outbox for a second, or a lock for the caller's lock_timeout",
+}
+
+R = TypeVar("R")
+# What the calls return: results, or coroutines of them.
+EnqueuedT = TypeVar("EnqueuedT")
+MaybeT = TypeVar("MaybeT")
+ManyT = TypeVar("ManyT")
+CancelT = TypeVar("CancelT")
+CancelledT = TypeVar("CancelledT")
+RescheduleT = TypeVar("RescheduleT")
+
+
+class EnqueueOptions(MessageOptions, total=False):
+    """The options of `enqueue`, besides `best_effort`."""
+
+    serializer: Serializer | None
+    notify: bool
+    require_transaction: bool
+
+
+class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT]):
+    """The calls of both kinds of producer. They differ in what a call returns: its result, or a coroutine of it."""
+
+    def __init__(self, router: Router, run_steps: Callable[[Steps[Any]], Any]) -> None:
+        self._router = router
+        self._run = run_steps
+
+    @overload
+    def enqueue(
+        self,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        best_effort: Literal[False] = False,
+        **options: Unpack[EnqueueOptions],
+    ) -> EnqueuedT: ...
+    @overload
+    def enqueue(
+        self, topic: str | Topic[P], payload: P, *, best_effort: bool, **options: Unpack[EnqueueOptions]
+    ) -> MaybeT: ...
+    def enqueue(
+        self,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        best_effort: bool = False,
+        **options: Unpack[MessageOptions],
+    ) -> EnqueuedT | MaybeT:
+        """Write one message in the transaction of the connection. It exists if and only if that commits.
+
+        Never commits, and makes no savepoint unless `best_effort` is set. Of the messages with one topic and
+        `coalesce_key` only the newest committed one is delivered; transactions that enqueue for one key wait for each
+        other. If another message has the `dedupe_key`, the result is a duplicate with that message's id and state:
+        calling again, for example after a lost reply to COMMIT, is harmless. If that message was cancelled or skipped,
+        the new message takes the key. Without either key each call writes a separate message. Messages with one queue
+        and `ordering_key` are delivered one after the other, in the order of their commits. For other messages the
+        order is not guaranteed.
+
+        `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
+        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
+        JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
+        `require_transaction=False` accepts autocommit.
+
+        Raises `ArgumentError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
+        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox;
+        `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
+        sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character. The
+        driver's own errors pass through. With `best_effort` all are logged instead, with the keys and the owner, rolled
+        back to a savepoint, and None is returned: the caller's transaction stays usable. Such a call waits at most a
+        second for a locked table, and for a key, or the ended message that has it, as every call does: up to the
+        caller's `lock_timeout` and `statement_timeout`. An error that ends the whole transaction, such as a lost
+        connection, is still raised: None never hides the loss of the caller's own writes.
+
+            with psycopg.connect(dsn) as connection:
+                connection.execute("INSERT INTO account ...")
+                outbox.on(connection).enqueue("mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
+        """
+        enqueued: EnqueuedT | MaybeT = self._run(
+            self._enqueue(
+                NewMessage(topic, payload, **options),
+                serializer,
+                notify=notify,
+                require_transaction=require_transaction,
+                best_effort=best_effort,
+            )
+        )
+        return enqueued
+
+    def enqueue_many(
+        self,
+        items: Iterable[NewMessage[Any]],
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+    ) -> ManyT:
+        """Write many messages in the transaction of the connection; the answers are in the order of the items.
+
+        The contract of `enqueue` applies to each item. All items are checked before the first statement, so that an
+        invalid item, or an iterator that raises, leaves no rows; the error names the item: `items[4711].payload.x`.
+        A statement has up to 5,000 items without keys, or all those with keys, whose keys it locks in one order: two
+        transactions that make one call each never deadlock, unless the items with keys have more than 40 million
+        characters. Without items no statement is sent.
+
+            outbox.on(connection).enqueue_many([NewMessage("search.index", {"id": n}) for n in changed])
+        """
+
+        def steps() -> Steps[EnqueuedMany]:
+            with self._router.producing(None) as span:
+                bulk = self._router.prepare_all(items, serializer, span.context)
+                enqueued = yield from insert_all(bulk, notify=notify, require_transaction=require_transaction)
+                span.wrote(enqueued.ids)
+            return enqueued
+
+        many: ManyT = self._run(steps())
+        return many
+
+    def enqueue_fanout(
+        self,
+        topic: str | Topic[P],
+        payload: P,
+        destinations: Iterable[str | Recipient],
+        *,
+        content: object = None,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        **options: Unpack[FanoutOptions],
+    ) -> ManyT:
+        """Write one message for each destination in the transaction of the connection.
+
+        Each message has its own state, retries and idempotency key. The shared `content`, a JSON value, is stored once:
+        a handler finds it in `message.content`, and it is deleted with the last message. The messages have no keys. A
+        `Recipient` instead of a text gives one destination a payload, headers, a time or an owner of its own. The
+        answers are in the order of the destinations. Without destinations no statement is sent. Raises like `enqueue`;
+        an error names the destination: `destinations[4711]`.
+
+            outbox.on(connection).enqueue_fanout("newsletter", {"issue": 12}, addresses, content={"html": html})
+        """
+
+        def steps() -> Steps[EnqueuedMany]:
+            with self._router.producing(topic) as span:
+                message = carrying(NewMessage(topic, payload, **options), span.context)
+                fanout = prepare_fanout(message, self._router.route(topic, serializer), destinations, content)
+                enqueued = yield from insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
+                span.wrote(enqueued.ids)
+            return enqueued
+
+        many: ManyT = self._run(steps())
+        return many
+
+    def cancel(
+        self,
+        message_id: int | None = None,
+        *,
+        topic: str | Topic[Any] | None = None,
+        coalesce_key: str | None = None,
+        dedupe_key: str | None = None,
+        require_transaction: bool = True,
+    ) -> CancelT:
+        """Cancel a message in the transaction of the connection, and return the result.
+
+        Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
+        or this raises `ArgumentError`. A pending message is not delivered after the transaction commits. The handler of
+        a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
+        still be handed over. Idempotent. Waits for no lock. Raises like `enqueue`.
+
+            outbox.on(connection).cancel(topic="mail.reminder", coalesce_key="event-7")
+        """
+        target = target_of(message_id, topic, coalesce_key, dedupe_key)
+        result: CancelT = self._run(cancel_one(target, require_transaction=require_transaction))
+        return result
+
+    def cancel_all(
+        self,
+        *,
+        owner: str | None = None,
+        destination: str | None = None,
+        topic: str | Topic[Any] | None = None,
+        require_transaction: bool = True,
+    ) -> CancelledT:
+        """Cancel all messages of an owner, or to a destination, in the transaction of the connection.
+
+        Each message that is pending or in flight is cancelled as by `cancel`; with a `topic`, only messages of this
+        topic. Returns the id and the result of each, oldest first. A message that another transaction has enqueued
+        and not yet committed is not cancelled: lock the row of the owner in both transactions. The time of a search by
+        destination grows with the number of pending messages; a search by owner uses an index. Raises like `enqueue`.
+
+            connection.execute("UPDATE account SET active = false WHERE id = 7")
+            outbox.on(connection).cancel_all(owner="account-7")
+        """
+        target = targets_of(owner, destination, topic)
+        cancelled: CancelledT = self._run(cancel_each(target, require_transaction=require_transaction))
+        return cancelled
+
+    def reschedule(
+        self,
+        message_id: int,
+        *,
+        available_at: datetime | None = None,
+        delay: Duration | None = None,
+        require_transaction: bool = True,
+    ) -> RescheduleT:
+        """Make a pending message due at another time, in the transaction of the connection.
+
+        Without a time it is due at once. `delay` (seconds or a timedelta) counts on PostgreSQL's clock. The message
+        keeps its attempts and its keys. Waits for no lock. Raises like `enqueue`.
+
+            outbox.on(connection).reschedule(4711, delay=timedelta(hours=1))
+        """
+        target = new_time_of(message_id, available_at, delay)
+        result: RescheduleT = self._run(reschedule_one(target, require_transaction=require_transaction))
+        return result
+
+    def _enqueue(
+        self,
+        message: NewMessage[P],
+        serializer: Serializer | None,
+        *,
+        notify: bool,
+        require_transaction: bool,
+        best_effort: bool,
+    ) -> Steps[Enqueued | None]:
+        with self._router.producing(message.topic) as span:
+            if span.context:
+                message = carrying(message, span.context)
+            known: NewMessage[P] | Draft = message
+            try:
+                known = draft = prepare(message, self._router.route(message.topic, serializer))
+                inside = yield from transaction(required=require_transaction)
+                write = insert(draft, notify=notify, statement=sql.ENQUEUE_BEST_EFFORT if best_effort else sql.ENQUEUE)
+                enqueued = yield from (in_savepoint(write) if best_effort and inside else write)
+            except UnprotectedError as unprotected:
+                # The caller gets the same error as without best effort: the driver's error with the driver's cause.
+                raise unprotected.error from unprotected.error.__cause__
+            except Exception as error:  # best effort: the caller continues after any error
+                if not best_effort or isinstance(error, ClosedError):
+                    raise
+                self._log_lost(known, error)
+                return None
+            span.wrote([enqueued.id])
+        return enqueued
+
+    def _log_lost(self, message: NewMessage[Any] | Draft, error: Exception) -> None:
+        """Log a message that a best-effort call could not enqueue, without parts of its payload."""
+        answer = answer_of(error)
+        topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
+        options = message.options if isinstance(message, Draft) else {name: getattr(message, name) for name in _KEYS}
+        keys = {name: one_line(str(value)) for name in _KEYS if (value := options.get(name)) is not None}
+        error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
+        # The names of a payload's members may be values, so only the first part of a path is logged.
+        field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
+        text = self._text_of(error, answer)
+        _logger.error(
+            "a message could not be enqueued; the caller continues without it: %s: %s",
+            ", ".join(f"{name} {value}" for name, value in {"topic": one_line(topic), **keys}.items()),
+            ": ".join(filter(None, (error_type, sqlstate, field, text))),
+            extra={
+                "event": LogEvent.ENQUEUE_FAILED.value,
+                "topic": topic,
+                "coalesce_key": keys.get("coalesce_key"),
+                "dedupe_key": keys.get("dedupe_key"),
+                "ordering_key": keys.get("ordering_key"),
+                "owner": keys.get("owner"),
+                "error_type": error_type,
+                "sqlstate": sqlstate,
+                "field": field,
+                "error": text,
+            },
+        )
+
+    def _text_of(self, error: Exception, answer: Answer | None) -> str | None:
+        """Return the error's text for a log, redacted; None if the settings forbid it."""
+        try:
+            settings = self._router.source.settings
+        except ConfigurationError as invalid:
+            return str(invalid)  # Without settings no message can be written.
+        if not settings.error_texts:
+            return None
+        if isinstance(error, PgOutboxError):
+            text = error.reason if isinstance(error, ArgumentError) else str(error)
+        elif answer is not None:
+            # Without the detail, which may be a whole row, and the statement's parameters.
+            text = f"{answer.message}{_NEXT_STEPS.get(answer.sqlstate, '')}"
+        else:
+            text = describe(error)
+        return one_line(redact_text(text, settings.redacted_names))
+
+
+class Producer(Calls[Enqueued, Enqueued | None, EnqueuedMany, CancelResult, list[Cancelled], RescheduleResult]):
+    """Writes and cancels messages on a sync connection."""
+
+
+_Awaited: TypeAlias = Coroutine[Any, Any, R]
+
+
+class AsyncProducer(
+    Calls[
+        _Awaited[Enqueued],
+        _Awaited[Enqueued | None],
+        _Awaited[EnqueuedMany],
+        _Awaited[CancelResult],
+        _Awaited[list[Cancelled]],
+        _Awaited[RescheduleResult],
+    ]
+):
+    """Writes and cancels messages on an async connection: each call is awaited, and is otherwise that of `Producer`."""
+
+
+def producer_on(connection: object, router: Router) -> Producer | AsyncProducer:
+    """Return the producer on a connection. Raise `TypeError` for an unknown kind of connection."""
+    name = known_name(connection)
+    if name in SYNC_ADAPTERS:
+        return Producer(router, partial(run, SYNC_ADAPTERS[name](connection)))
+    if name in ASYNC_ADAPTERS:
+        return AsyncProducer(router, partial(arun, ASYNC_ADAPTERS[name](connection)))
+    raise refusal(connection)
