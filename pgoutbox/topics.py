@@ -10,12 +10,27 @@ from dataclasses import KW_ONLY, dataclass, fields
 from dataclasses import field as dataclass_field
 from datetime import datetime
 from operator import attrgetter
-from typing import Final, Generic, Literal, TypedDict, get_args
+from typing import Final, Generic, Literal, TypedDict, cast, get_args
+
+from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
-from pgoutbox.options import check_delay, check_destination, check_model, check_name, check_redact, if_given
+from pgoutbox.options import (
+    check_available_at,
+    check_delay,
+    check_destination,
+    check_expires_at,
+    check_headers,
+    check_key,
+    check_max_attempts,
+    check_model,
+    check_name,
+    check_owner,
+    check_redact,
+    if_given,
+)
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
 from pgoutbox.text import preview
 
@@ -23,6 +38,67 @@ OnDuplicate = Literal["error", "ignore"]
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
 NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
+
+
+class FanoutOptions(TypedDict, total=False):
+    """The options of the messages of a fan-out at a call site."""
+
+    queue: str | None
+    available_at: datetime | None
+    delay: Duration | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+    owner: str | None
+
+
+class MessageOptions(FanoutOptions, total=False):
+    """The options of a message at a call site."""
+
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    ordering_key: str | None
+    halts_key: bool | None
+    max_delay: Duration | None
+    on_duplicate: OnDuplicate | None
+
+
+def _check_halts_key(field: str, value: object) -> bool:
+    """Return whether a failed message halts its ordering key."""
+    if not isinstance(value, bool):
+        raise ArgumentError(field, f"must be True or False, not {preview(value)}")
+    return value
+
+
+def _check_on_duplicate(field: str, value: object) -> str:
+    """Return the rule for a dedupe key that a message with another payload has."""
+    if value not in get_args(OnDuplicate):
+        raise ArgumentError(field, f"must be error or ignore, not {preview(value)}")
+    return str(value)
+
+
+# The options and their checks, by their names in the type `pgoutbox.draft`. Only a topic has `expires_after`.
+OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "queue": check_name,
+    "destination": check_destination,
+    "owner": check_owner,
+    "coalesce_key": check_key,
+    "ordering_key": check_key,
+    "dedupe_key": check_key,
+    "on_duplicate": _check_on_duplicate,
+    "halts_key": _check_halts_key,
+    "available_at": check_available_at,
+    "delay": check_delay,
+    "max_delay": check_delay,
+    "expires_at": check_expires_at,
+    "expires_after": check_delay,
+    "max_attempts": check_max_attempts,
+    "headers": check_headers,
+}
+# An option, and the one that it needs.
+TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
+_OF_MESSAGES: Final = frozenset(MessageOptions.__annotations__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,76 +151,48 @@ class Topic(Generic[P]):
         object.__setattr__(self, "has_options", _topic_options(self) != _NO_TOPIC_OPTIONS)
         try:
             check_name("name", self.name)
-            if_given(check_name, "queue", self.queue)
-            if_given(check_delay, "delay", self.delay)
-            if_given(check_delay, "max_delay", self.max_delay)
             check_delay("unreadable_timeout", self.unreadable_timeout)
-            if_given(check_halts_key, "halts_key", self.halts_key)
-            if_given(check_on_duplicate, "on_duplicate", self.on_duplicate)
-            if self.ordering_key is not None and self.coalesce_key is not None:
-                raise ArgumentError("ordering_key", NOT_BOTH)  # noqa: TRY301 - leaves as the others do
-            if if_given(check_delay, "expires_after", self.expires_after) == 0:
-                raise ArgumentError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
-            if not callable(self.destination):
-                if_given(check_destination, "destination", self.destination)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
+            if self.has_options:
+                self._check_options()
         except ArgumentError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
+    def _check_options(self) -> None:
+        if self.ordering_key is not None and self.coalesce_key is not None:
+            raise ArgumentError("ordering_key", NOT_BOTH)
+        for name in OPTIONS:
+            value = getattr(self, name, None)
+            if value is not None and not callable(value):
+                OPTIONS[name](name, value)
+        if if_given(check_delay, "expires_after", self.expires_after) == 0:
+            raise ArgumentError("expires_after", "must be more than 0")
 
-# Not frozen: a frozen dataclass sets its 16 fields one call at a time, which takes five times as long.
-@dataclass(slots=True)
+
+@dataclass(slots=True, init=False)
 class NewMessage(Generic[P]):
     """A message to enqueue: topic, payload, and the options that the topic's definition leaves open.
 
     `delay` (seconds or a timedelta) counts on PostgreSQL's clock; give it or `available_at`. Datetimes need a
-    time zone.
+    time zone. `options` has those that are not None.
 
         NewMessage("mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
     """
 
     topic: str | Topic[P]
     payload: P
-    _: KW_ONLY
-    queue: str | None = None
-    destination: str | None = None
-    coalesce_key: str | None = None
-    dedupe_key: str | None = None
-    available_at: datetime | None = None
-    delay: Duration | None = None
-    expires_at: datetime | None = None
-    headers: Mapping[str, str] | None = None
-    max_attempts: int | None = None
-    ordering_key: str | None = None
-    halts_key: bool | None = None
-    max_delay: Duration | None = None
-    owner: str | None = None
-    on_duplicate: OnDuplicate | None = None
+    options: MessageOptions
 
-
-class FanoutOptions(TypedDict, total=False):
-    """The options of the messages of a fan-out at a call site."""
-
-    queue: str | None
-    available_at: datetime | None
-    delay: Duration | None
-    expires_at: datetime | None
-    headers: Mapping[str, str] | None
-    max_attempts: int | None
-    owner: str | None
-
-
-class MessageOptions(FanoutOptions, total=False):
-    """The options of a message at a call site."""
-
-    destination: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    ordering_key: str | None
-    halts_key: bool | None
-    max_delay: Duration | None
-    on_duplicate: OnDuplicate | None
+    def __init__(self, topic: str | Topic[P], payload: P, **options: Unpack[MessageOptions]) -> None:
+        if not options.keys() <= _OF_MESSAGES:
+            unknown = min(options.keys() - _OF_MESSAGES)
+            raise TypeError(f"NewMessage got an unexpected keyword argument {unknown!r}")
+        self.topic = topic
+        self.payload = payload
+        if None in options.values():
+            options = cast("MessageOptions", {name: value for name, value in options.items() if value is not None})
+        self.options = options
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +217,3 @@ _NOT_OF_MESSAGES: Final = ("name", "payload", "encrypted", "redact", "unreadable
 _TOPIC_OPTIONS: Final = [field.name for field in fields(Topic) if field.init and field.name not in _NOT_OF_MESSAGES]
 _topic_options = attrgetter(*_TOPIC_OPTIONS)
 _NO_TOPIC_OPTIONS = (None,) * len(_TOPIC_OPTIONS)
-
-
-def check_halts_key(field: str, value: object) -> bool:
-    """Return whether a failed message halts its ordering key."""
-    if not isinstance(value, bool):
-        raise ArgumentError(field, f"must be True or False, not {preview(value)}")
-    return value
-
-
-def check_on_duplicate(field: str, value: object) -> str:
-    """Return the rule for a dedupe key that a message with another payload has."""
-    if value not in get_args(OnDuplicate):
-        raise ArgumentError(field, f"must be error or ignore, not {preview(value)}")
-    return str(value)

@@ -316,8 +316,7 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT])
         """Log a message that a best-effort call could not enqueue, without parts of its payload."""
         answer = answer_of(error)
         topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
-        options = message.options if isinstance(message, Draft) else {name: getattr(message, name) for name in _KEYS}
-        keys = {name: one_line(str(value)) for name in _KEYS if (value := options.get(name)) is not None}
+        keys = {name: one_line(str(value)) for name in _KEYS if (value := message.options.get(name)) is not None}
         error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
         # The names of a payload's members may be values, so only the first part of a path is logged.
         field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None

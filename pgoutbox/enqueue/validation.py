@@ -6,10 +6,8 @@ accepted payload comes back from PostgreSQL unchanged, except that a tuple comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from pydantic_core import to_json as encode_json
@@ -22,53 +20,23 @@ from pgoutbox.options import (
     CLOCK_TOLERANCE,
     MAX_HEADER_BYTES,
     MAX_HEADER_COUNT,
-    check_available_at,
-    check_delay,
     check_destination,
-    check_expires_at,
-    check_headers,
-    check_key,
-    check_max_attempts,
-    check_name,
-    check_owner,
 )
-from pgoutbox.topics import NOT_BOTH, NewMessage, Recipient, Topic, check_halts_key, check_on_duplicate
+from pgoutbox.topics import NOT_BOTH, OPTIONS, TOGETHER, MessageOptions, NewMessage, Recipient, Topic
 
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 # An array of `jsonb` has at most 268,435,455 bytes. A number takes up to six times as many as characters.
 KEYED_CHARACTERS: Final = 40_000_000
 
-# The options of a message and their checks, by their names in the type `pgoutbox.draft`. Only a topic has
-# `expires_after`.
-OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "queue": check_name,
-    "destination": check_destination,
-    "owner": check_owner,
-    "coalesce_key": check_key,
-    "ordering_key": check_key,
-    "dedupe_key": check_key,
-    "on_duplicate": check_on_duplicate,
-    "halts_key": check_halts_key,
-    "available_at": check_available_at,
-    "delay": check_delay,
-    "max_delay": check_delay,
-    "expires_at": check_expires_at,
-    "expires_after": check_delay,
-    "max_attempts": check_max_attempts,
-    "headers": check_headers,
-}
 _KEYS: Final = ("coalesce_key", "ordering_key", "dedupe_key")
 _OWN_OPTIONS: Final = ("destination", "owner", "available_at", "delay", "headers")
-_TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
-_message_options = attrgetter(*(name for name in OPTIONS if name != "expires_after"))
-_NO_MESSAGE_OPTIONS = (None,) * (len(OPTIONS) - 1)
 
 
 class Draft(NamedTuple):
     """A checked message, as `Outbox.draft` returns it.
 
-    The payload is JSON text. The options have their names in `OPTIONS`, and each is a JSON value.
+    The payload is JSON text. The options have their names in `topics.OPTIONS`, and each is a JSON value.
     """
 
     topic: str
@@ -98,14 +66,13 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
     """
     if not context:
         return message
-    headers: object = message.headers
-    if headers is None:
-        return replace(message, headers=context)
+    headers: object = message.options.get("headers", {})
     if not isinstance(headers, Mapping) or len(headers) + len(context) > MAX_HEADER_COUNT:
         return message
-    if len(repr(headers)) > MAX_HEADER_BYTES // 2:
+    if len(repr(headers)) > MAX_HEADER_BYTES // 2 or not context.keys().isdisjoint(headers):
         return message
-    return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
+    options: MessageOptions = {**message.options, "headers": {**headers, **context}}
+    return NewMessage(message.topic, message.payload, **options)
 
 
 def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) -> Draft:
@@ -118,7 +85,7 @@ def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) ->
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
     options: dict[str, Any] = {} if max_attempts is None else {"max_attempts": max_attempts}
-    if topic.has_options or topic.encrypted or _message_options(message) != _NO_MESSAGE_OPTIONS:
+    if topic.has_options or topic.encrypted or message.options:
         for name, value in _settled(topic, message, payload):
             options[name] = OPTIONS[name](name, value)
         _check_together(options)
@@ -134,10 +101,10 @@ def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[tu
         ("expires_at", topic.expires_after),
         ("max_attempts", topic.retry),
     ):
-        if defined is not None and getattr(message, name) is not None:
+        if defined is not None and name in message.options:
             raise _owned(topic, name)
     for name in OPTIONS:
-        defined, value = getattr(topic, name, None), getattr(message, name, None)
+        defined, value = getattr(topic, name, None), message.options.get(name)
         if defined is not None and value is not None:
             raise _owned(topic, name)
         if defined is not None:
@@ -153,7 +120,7 @@ def _owned(topic: Topic[Any], field: str) -> ArgumentError:
 def _check_together(options: Mapping[str, Any]) -> None:
     if "ordering_key" in options and "coalesce_key" in options:
         raise ArgumentError("ordering_key", NOT_BOTH)
-    for name, needed in _TOGETHER:
+    for name, needed in TOGETHER:
         if options.get(name, False) is not False and needed not in options:
             raise ArgumentError(name, f"only together with {needed}")
     _check_times(options)

@@ -33,7 +33,7 @@ from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import Psycopg
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
 from pgoutbox.enqueue.payloads import to_json
-from pgoutbox.enqueue.validation import OPTIONS, Draft
+from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
@@ -80,6 +80,7 @@ from pgoutbox.operations.records import (
 )
 from pgoutbox.options import check_available_at, check_name, if_given
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.topics import OPTIONS
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target, check_topics
 
 BATCH_SIZE: Final = 500

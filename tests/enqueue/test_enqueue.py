@@ -119,7 +119,7 @@ def test_expires_after_counts_from_the_due_time(outbox: Outbox, rolled_back: psy
     due = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
     past = due - timedelta(days=30)
     messages = [NewMessage(topic, 1, available_at=due), NewMessage(topic, 2, available_at=past), NewMessage(topic, 3)]
-    ids = [outbox.on(rolled_back).enqueue(m.topic, m.payload, available_at=m.available_at).id for m in messages]
+    ids = [outbox.on(rolled_back).enqueue(m.topic, m.payload, **m.options).id for m in messages]
     ids += [enqueued.id for enqueued in outbox.on(rolled_back).enqueue_many([*messages, NewMessage("other", 4)])]
     lives = [row(rolled_back, "expires_at - available_at", message_id)[0] for message_id in ids]
     assert lives == [timedelta(seconds=60)] * 6 + [None]
@@ -164,7 +164,7 @@ def test_max_attempts_comes_from_the_call_the_topic_the_handler_or_the_default(
         NewMessage("handled", 1, max_attempts=9),
     ]  # fmt: skip
     many = outbox.on(rolled_back).enqueue_many(messages)
-    one = [outbox.on(rolled_back).enqueue(m.topic, 1, max_attempts=m.max_attempts) for m in messages]
+    one = [outbox.on(rolled_back).enqueue(m.topic, 1, **m.options) for m in messages]
     for enqueued in (many, one):
         assert [row(rolled_back, "max_attempts", e.id)[0] for e in enqueued] == [3, 5, 5, 11, 9]
 
@@ -329,7 +329,7 @@ def test_the_answers_are_in_the_order_of_the_items_across_chunks(
     rows = rolled_back.execute("SELECT id, payload FROM pgoutbox.message").fetchall()
     assert {e.id: n for n, e in enumerate(enqueued)} == dict(rows)
     for keys in ({None}, {"0"}, {"3"}):
-        ids = [e.id for item, e in zip(items, enqueued, strict=True) if item.coalesce_key in keys]
+        ids = [e.id for item, e in zip(items, enqueued, strict=True) if item.options.get("coalesce_key") in keys]
         assert ids == sorted(ids)
 
 

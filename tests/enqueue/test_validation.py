@@ -215,7 +215,7 @@ def test_invalid_headers_are_refused(headers: object, problem: str) -> None:
 def test_a_trace_does_not_push_large_headers_over_their_limit() -> None:
     headers = {"a": "x" * 65_520}
     message = carrying(NewMessage("mail", 1, headers=headers), {"traceparent": "00-1-2-01"})
-    assert draft_of("mail", 1, headers=message.headers).options["headers"] == headers
+    assert draft_of("mail", 1, **message.options).options["headers"] == headers
 
 
 def test_sixty_four_headers_are_accepted() -> None:

@@ -258,7 +258,7 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
         shared_keys = [] if fan_out is None else fan_out.keys
         keys = [message.payload[KEY] for message in messages] + shared_keys
         # A dedupe key may roll back in one transaction and commit in another.
-        own_keys = [message.payload[KEY] for message in messages if message.dedupe_key is None] + shared_keys
+        own_keys = [message.payload[KEY] for message in messages if "dedupe_key" not in message.options] + shared_keys
         rolls_back = chance.random() < 0.25
         try:
             async with transaction() as enlist:
@@ -300,19 +300,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
 
 
 def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any]) -> Enqueued:
-    return outbox.on(connection).enqueue(
-        message.topic,
-        message.payload,
-        coalesce_key=message.coalesce_key,
-        dedupe_key=message.dedupe_key,
-        ordering_key=message.ordering_key,
-        halts_key=message.halts_key,
-        destination=message.destination,
-        delay=message.delay,
-        queue=message.queue,
-        max_attempts=message.max_attempts,
-        owner=message.owner,
-    )
+    return outbox.on(connection).enqueue(message.topic, message.payload, **message.options)
 
 
 def _fan_out(outbox: Outbox, connection: SyncConnection) -> Callable[[FanOut], Coroutine[Any, Any, Sequence[Enqueued]]]:

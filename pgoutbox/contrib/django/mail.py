@@ -101,7 +101,7 @@ class EmailBackend(BaseEmailBackend):
             event = {"event": LogEvent.ENQUEUE_FAILED.value, "topic": TOPIC, "error_type": type(error).__name__}
             _logger.error(text, type(error).__name__, extra=event)  # noqa: TRY400 - so does the traceback
             return False
-        stored = outbox.on(connection).enqueue(TOPIC, draft.payload, destination=draft.destination, best_effort=True)
+        stored = outbox.on(connection).enqueue(TOPIC, draft.payload, **draft.options, best_effort=True)
         return stored is not None
 
 
@@ -123,7 +123,7 @@ def check(email_message: Any) -> None:  # noqa: ANN401
     """Refuse the e-mail if the backend does, and enqueue nothing."""
     if email_message.recipients():
         draft = _draft(email_message, conf.deliver_with())
-        outbox.draft(TOPIC, draft.payload, destination=draft.destination)
+        outbox.draft(TOPIC, draft.payload, **draft.options)
 
 
 def _address(value: object) -> str:
