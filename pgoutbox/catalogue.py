@@ -21,10 +21,10 @@ from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
 from pgoutbox.operations import Correction, CorrectResult, MessageResult, Operator
-from pgoutbox.options import check_delay, check_name, if_given
+from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import MessageOptions, OnDuplicate, Topic
+from pgoutbox.topics import OPTIONS, MessageOptions, Topic
 
 # The options of a message that a topic can compute from the payload.
 _COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
@@ -45,8 +45,9 @@ _FORMATS: Final[Mapping[str, str]] = {
 
 
 class TopicFacts(NamedTuple):
-    """The settings of a topic. `destination` is a fixed one; `computed` names the options computed from the payload.
+    """The settings of a topic.
 
+    `options` are the fixed options of its messages, with durations in seconds; `computed` names the computed ones.
     `handler` is async, sync or None. `max_size` is that of a batch handler.
     """
 
@@ -54,15 +55,10 @@ class TopicFacts(NamedTuple):
     is_defined: bool
     queue: str
     payload: str | None
-    destination: str | None
+    options: Mapping[str, object]
     computed: tuple[str, ...]
     max_attempts: int
     retry: str
-    delay_seconds: float | None
-    max_delay_seconds: float | None
-    expires_after_seconds: float | None
-    halts_key: bool | None
-    on_duplicate: OnDuplicate | None
     encrypted: bool
     redact: tuple[str, ...]
     unreadable_timeout_seconds: float | None
@@ -101,15 +97,10 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         is_defined=name in outbox.topics,
         queue=topic.queue or "default",
         payload=None if topic.payload is None else topic.payload.__name__,
-        destination=topic.destination if isinstance(topic.destination, str) else None,
+        options=_fixed_options(topic),
         computed=tuple(field for field in _COMPUTABLE if callable(getattr(topic, field))),
         max_attempts=retry.max_attempts,
         retry=_retry_text(retry),
-        delay_seconds=if_given(check_delay, "delay", topic.delay),
-        max_delay_seconds=if_given(check_delay, "max_delay", topic.max_delay),
-        expires_after_seconds=if_given(check_delay, "expires_after", topic.expires_after),
-        halts_key=topic.halts_key,
-        on_duplicate=topic.on_duplicate,
         encrypted=topic.encrypted,
         redact=topic.redact,
         unreadable_timeout_seconds=None if topic.payload is None else seconds_of(topic.unreadable_timeout),
@@ -119,6 +110,11 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         on_unknown=None if handler is None else handler.on_unknown,
         timeout_seconds=None if handler is None else handler.timeout_seconds,
     )
+
+
+def _fixed_options(topic: Topic[Any]) -> dict[str, object]:
+    given = {name: getattr(topic, name, None) for name in OPTIONS if name != "queue"}
+    return {name: OPTIONS[name](name, value) for name, value in given.items() if not (value is None or callable(value))}
 
 
 def _retry_text(retry: RetryPolicy) -> str:

@@ -38,35 +38,26 @@ def topics(*, where: App = None, dsn: Dsn = None, as_json: Json = False) -> None
 
 
 def _row(facts: TopicFacts) -> tuple[object, ...]:
-    patience = facts.unreadable_timeout_seconds
-    options: list[str] = [
-        f"{name}={value}"
-        for name, value in (
-            ("halts_key", facts.halts_key),
-            ("on_duplicate", facts.on_duplicate),
-            ("max_delay", _seconds(facts.max_delay_seconds)),
-            ("unreadable_timeout", None if patience == UNREADABLE_TIMEOUT_SECONDS else _seconds(patience)),
-        )
-        if value is not None
-    ]
+    fixed = {**facts.options, "unreadable_timeout": facts.unreadable_timeout_seconds}
+    if fixed["unreadable_timeout"] == UNREADABLE_TIMEOUT_SECONDS:
+        del fixed["unreadable_timeout"]
+    shown = {name: f"{value:g} s" if isinstance(value, float) else value for name, value in fixed.items()}
+    destination, delay, expires_after = (shown.pop(name, None) for name in ("destination", "delay", "expires_after"))
+    options = [f"{name}={value}" for name, value in shown.items() if value is not None]
     return (
         facts.topic,
         facts.queue,
         facts.payload,
-        facts.destination,
+        destination,
         ", ".join(facts.computed),
         facts.max_attempts,
         facts.retry,
-        _seconds(facts.delay_seconds),
-        _seconds(facts.expires_after_seconds),
+        delay,
+        expires_after,
         ", ".join([*options, *(["encrypted"] if facts.encrypted else ())]),
         ", ".join(facts.redact),
         facts.handler_text,
     )
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else f"{value:g} s"
 
 
 def _print_counts(counts: list[TopicCounts], *, as_json: bool) -> None:

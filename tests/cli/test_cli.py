@@ -408,6 +408,7 @@ class TestTopics:
         assert (rows["mail.note"]["options"], rows["mail.note"]["handler"]) == ("encrypted", "sync, transactional")
         assert rows["mail.note"]["destination"] == "mailto:board@example.org"
         assert (rows["mail.loose"]["computed"], rows["mail.loose"]["handler"]) == ("coalesce_key", "none")
+        assert rows["mail.loose"]["options"] == "max_delay=60 s"
         assert rows["search.index"]["retry"] == "after 1 s, doubling to 8 s"
         assert rows["search.index"]["handler"] == "async batch of 500"
 
@@ -417,6 +418,7 @@ class TestTopics:
         assert (index["is_defined"], index["queue"], index["payload"]) == (False, "default", None)
         assert (index["handler"], index["max_size"], index["max_attempts"]) == ("async", 500, 2)
         assert facts["mail.loose"]["handler"] is None
+        assert facts["mail.welcome"]["options"] == {"delay": 300, "expires_after": 3600}
         assert facts["mail.welcome"]["on_unknown"] == "hold"
 
     def test_without_application_the_topics_of_messages_are_counted(

@@ -41,7 +41,7 @@ WELCOME = Topic(
     redact=("language",),
 )
 NOTE = Topic("mail.note", payload=Note, destination="mailto:board@example.org", encrypted=True)
-LOOSE = Topic("mail.loose", coalesce_key=lambda p: str(p["key"]))
+LOOSE = Topic("mail.loose", coalesce_key=lambda p: str(p["key"]), max_delay=60)
 
 outbox = Outbox()
 
