@@ -280,10 +280,11 @@ async def test_a_cancelled_enqueue_leaves_the_callers_span_current(dsn: str, tra
     ):
         await blocker.execute("LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
         with traces.tracer.start_as_current_span("request") as request:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError) as caught:
                 async with asyncio.timeout(0.2):
                     await outbox.on(connection).enqueue("greet", None)
-            assert trace.get_current_span() is request
+            # The caller still holds the error, and with it the frames that it passed.
+            assert trace.get_current_span() is request, caught
         await connection.rollback()
     (span,) = traces.named("send greet")
     assert span.status.status_code is StatusCode.ERROR
