@@ -100,7 +100,7 @@ async def send_password_reset(message: Message[PasswordReset], ctx: Context) -> 
 
 @outbox.handler(ORGANISER_NOTICE, transactional=True)
 async def send_organiser_notice(message: Message[OrganiserNotice], ctx: Context) -> Email:
-    """Skip a notice about a person who has left."""
+    """Send the notice, unless its person has left."""
     cursor = await ctx.connection.execute("SELECT deleted FROM person WHERE id = %s", (message.payload.person_id,))
     row = await cursor.fetchone()
     if row is None or row[0]:

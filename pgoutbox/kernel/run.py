@@ -412,7 +412,7 @@ class Run(Generic[E]):
         due_at, self._due_at = self._due_at, None
         self._note_answers(trip)
         if due_at is not None and due_at <= _now() and not (trip.lanes and due_at <= trip.began_at):
-            self.want()  # A question that is long on its way leaves out what falls due meanwhile.
+            self.want()  # The answer to a slow question lacks messages that fell due on its way.
         if trip.lanes:
             self._conflict_count = 0
             self._leaves_to_others &= not trip.claimed

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, LiteralString, TypeVar
+from typing import TYPE_CHECKING, Any, LiteralString, TypeVar
 
 import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.kernel import statements
-from pgoutbox.message import AttemptOutcome, ReasonCode
 from tests.support import races
-from tests.support.outbox_actions import LEASE_SECONDS, begin, cancel, enqueue, row_of, state_of
-from tests.support.worker_sql import FRESH, claim, claim_parameters, fence_of, ids_in_flight, sleeping_worker
+from tests.support.held_messages import DESTINATION, HOLD, KEY, claim_probe, open_breaker, postpone
+from tests.support.outbox_actions import begin, cancel, enqueue, row_of, state_of
+from tests.support.worker_sql import FRESH, claim, claim_parameters, ids_in_flight, sleeping_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 T = TypeVar("T")
-
-KEY: Final = "smtp:mail.example.org:587"
-DESTINATION: Final = "mailto:ada@example.org"
-HOLD: Final = "default greet mailto"
 
 STOP_READS: LiteralString = """
 CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
@@ -39,49 +35,9 @@ CREATE POLICY stop ON pgoutbox.{table} USING (public.may_read())
 """
 
 
-def open_breaker(db: psycopg.Connection, *holds: str) -> None:
-    """Write an open breaker that may be probed now."""
-    db.execute(
-        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)"
-        " VALUES (%s, now(), 30, 'w', 'refused', %s)",
-        (KEY, [*holds]),
-    )
-
-
 def holds_of(db: psycopg.Connection) -> list[str]:
     ((holds,),) = db.execute("SELECT holds FROM pgoutbox.breaker").fetchall()
     return list(holds)
-
-
-def claim_probe(connection: psycopg.Connection) -> list[tuple[int, str]]:
-    """Begin a probe. Return the message and the id of the probe."""
-    parameters = {
-        "queues": ["default"],
-        "topics": ["greet"],
-        "worker": "worker-1",
-        "lease_seconds": LEASE_SECONDS,
-        "probe_seconds": 60.0,
-    }
-    return [(row[0], row[-2]) for row in connection.execute(statements.CLAIM_PROBE, parameters).fetchall()]
-
-
-def postpone(connection: psycopg.Connection, message_id: int) -> None:
-    """Finish the first attempt of a message, which the breaker holds back."""
-    connection.execute(
-        statements.FINISH_AND_HOLD,
-        {
-            **fence_of(connection, [(message_id, 1)], "worker-1"),
-            "outcomes": [AttemptOutcome.SNOOZED],
-            "reasons": ["open"],
-            "reason_codes": [ReasonCode.CIRCUIT_OPEN],
-            "breaker_keys": [KEY],
-            "error_places": [None],
-            "delays": [30.0],
-            "fails_after": [None],
-            "held_delays": [0.0],
-            "hooks": "{}",
-        },
-    )
 
 
 @pytest.fixture
@@ -107,7 +63,7 @@ def test_a_probe_begins_beside_a_change_of_its_breaker(
     db: psycopg.Connection, beside: Callable[..., list[tuple[int, str]]]
 ) -> None:
     message_id = enqueue(db, destination=DESTINATION)
-    open_breaker(db, HOLD)
+    open_breaker(db)
     found = beside("breaker", claim_probe, lambda: db.execute("UPDATE pgoutbox.breaker SET holds = holds || '{other}'"))
     assert found == db.execute("SELECT %s::bigint, probe_id::text FROM pgoutbox.breaker", [message_id]).fetchall()
     assert holds_of(db) == [HOLD, "other"]
@@ -117,7 +73,7 @@ def test_a_message_that_changes_meanwhile_begins_no_probe_and_stays_behind_its_b
     db: psycopg.Connection, beside: Callable[..., list[tuple[int, str]]]
 ) -> None:
     message_id = enqueue(db, destination=DESTINATION)
-    open_breaker(db, HOLD)
+    open_breaker(db)
     found = beside("message_live", claim_probe, lambda: db.execute("UPDATE pgoutbox.message_live SET owner = 'ada'"))
     assert (found, state_of(db, message_id)) == ([], "pending")
     assert db.execute("SELECT holds, probe_id FROM pgoutbox.breaker").fetchall() == [([HOLD], None)]
@@ -127,7 +83,7 @@ def test_a_message_that_changes_meanwhile_begins_no_probe_and_stays_behind_its_b
 def test_a_hold_is_noted_beside_a_change_of_its_breaker(db: psycopg.Connection, beside: Callable[..., None]) -> None:
     message_id = enqueue(db, destination=DESTINATION)
     begin(db, message_id)
-    open_breaker(db)
+    open_breaker(db, holds=())
     beside(
         "breaker",
         lambda worker: postpone(worker, message_id),
@@ -145,7 +101,7 @@ def test_a_message_that_shall_be_cancelled_is_no_probe(
     claim(worker, lanes=(0, 1, 2))
     assert cancel(db, message_id) == "requested"
     worker.rollback()
-    open_breaker(db, HOLD)
+    open_breaker(db)
     assert claim_probe(db) == []
     assert ids_in_flight(claim(db, lanes=(0, 1, 2))) == []
     assert state_of(db, message_id) == "cancelled"
@@ -153,7 +109,7 @@ def test_a_message_that_shall_be_cancelled_is_no_probe(
 
 def test_the_end_of_a_hold_wakes_a_sleeping_worker(connect: Connect, db: psycopg.Connection) -> None:
     """Messages that were enqueued meanwhile were left out, and nobody looks for them again."""
-    open_breaker(db, HOLD)
+    open_breaker(db)
     with sleeping_worker(connect) as rings:
         assert claim_probe(db) == []
         assert rings() == ["all default"]
@@ -162,7 +118,7 @@ def test_the_end_of_a_hold_wakes_a_sleeping_worker(connect: Connect, db: psycopg
 
 def test_a_probe_on_another_way_wakes_a_sleeping_worker(connect: Connect, db: psycopg.Connection) -> None:
     enqueue(db, destination=DESTINATION)
-    open_breaker(db, HOLD)
+    open_breaker(db)
     with sleeping_worker(connect) as rings:
         ((_, probe_id),) = claim_probe(db)
         db.execute(sql.BREAKER_FREE_IF_PROBING, {"key": KEY, "probe_id": probe_id, "hold": HOLD})

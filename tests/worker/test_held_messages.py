@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from pgoutbox.kernel import statements
-from pgoutbox.message import AttemptOutcome, ReasonCode
-from tests.support.outbox_actions import LEASE_SECONDS, begin, cancel, enqueue, state_of
-from tests.support.worker_sql import End, claim, fence_of, finish
+from pgoutbox.message import AttemptOutcome
+from tests.support.held_messages import DESTINATION, HOLD, claim_probe, open_breaker, postpone
+from tests.support.outbox_actions import begin, cancel, enqueue, state_of
+from tests.support.worker_sql import End, claim, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,19 +18,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
-KEY: Final = "smtp:mail.example.org:587"
-DESTINATION: Final = "mailto:ada@example.org"
-HOLD: Final = "default greet mailto"
 LATER: Final = "UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s"
 EXPIRED: Final = "UPDATE pgoutbox.message_live SET expires_at = now() - interval '1 s' WHERE id = %s"
-
-
-def open_breaker(db: psycopg.Connection, *, retries_in: str = "0 s") -> None:
-    db.execute(
-        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)"
-        " VALUES (%s, now() + %s::interval, 30, 'w', 'refused', %s)",
-        (KEY, retries_in, [HOLD]),
-    )
 
 
 def hold(db: psycopg.Connection, **options: object) -> int:
@@ -38,15 +27,8 @@ def hold(db: psycopg.Connection, **options: object) -> int:
 
 
 def probed(db: psycopg.Connection) -> list[int]:
-    """Return the message whose attempt is the probe, if there is one."""
-    parameters = {
-        "queues": ["default"],
-        "topics": ["greet"],
-        "worker": "worker-1",
-        "lease_seconds": LEASE_SECONDS,
-        "probe_seconds": 60.0,
-    }
-    return [row[0] for row in db.execute(statements.CLAIM_PROBE, parameters).fetchall()]
+    """Begin a probe if there is one, and return its message."""
+    return [message_id for message_id, _ in claim_probe(db)]
 
 
 def expired(db: psycopg.Connection) -> None:
@@ -158,20 +140,6 @@ def test_a_message_that_ends_holds_no_others(rolled_back: psycopg.Connection, *,
     rolled_back.execute("UPDATE pgoutbox.breaker SET holds = '{}'")
     if is_cancelled:
         cancel(rolled_back, message_id)
-    rolled_back.execute(
-        statements.FINISH_AND_HOLD,
-        {
-            **fence_of(rolled_back, [(row.id, row.attempt_count)], "worker-1"),
-            "outcomes": [AttemptOutcome.SNOOZED],
-            "reasons": ["open"],
-            "reason_codes": [ReasonCode.CIRCUIT_OPEN],
-            "breaker_keys": [KEY],
-            "error_places": [None],
-            "delays": [30.0],
-            "fails_after": [None],
-            "held_delays": [0.0],
-            "hooks": "{}",
-        },
-    )
+    postpone(rolled_back, row.id)
     ((holds,),) = rolled_back.execute("SELECT holds FROM pgoutbox.breaker").fetchall()
     assert (state_of(rolled_back, message_id), holds) == (("cancelled", []) if is_cancelled else ("pending", [HOLD]))
