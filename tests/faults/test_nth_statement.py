@@ -450,10 +450,12 @@ def test_handler_writes_with_the_completion_or_after_a_lease_check_happen_once(
     for cut in cuts(proxy, play):
         row = row_of(db, message_id)
         if row.state != "sent":
-            # Not begun, put back for a moment, rolled back in a run that ended before it looked for retries again, or
-            # claimed without the worker's knowledge.
+            # Not begun, put back for a moment, or claimed without the worker's knowledge.
             assert (row.state, row.attempt_count) in {("pending", 0), ("pending", 1), ("sending", 1)}, cut
-            assert [outcome for _, outcome, _ in attempts_of(db, message_id)] in ([], ["snoozed"], ["retry"]), cut
+            outcomes = [outcome for _, outcome, _ in attempts_of(db, message_id)]
+            # A lost session that ends slowly may still lock the message, and claims of the run skip it.
+            is_locked = outcomes == ["retry"] and cut.statement in {"COMMIT", "DISCARD ALL"}
+            assert is_locked or outcomes in ([], ["snoozed"]), cut
             assert effects() == 0, cut
             lapse(db, message_id)
             db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = %s", [message_id])
