@@ -24,6 +24,7 @@ from pgoutbox.worker.kernel_run import Link
 from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run import WorkerRun
 from pgoutbox.worker.run_state import RunState
+from tests.support import held_messages
 from tests.support.outbox_actions import LEASE_SECONDS, make_due
 
 if TYPE_CHECKING:
@@ -259,6 +260,37 @@ def finish_sent(connection: psycopg.Connection, *attempts: Attempted, worker: st
 def _live_ids(connection: psycopg.Connection, ids: Collection[int]) -> set[int]:
     found = connection.execute("SELECT id FROM pgoutbox.message_live WHERE id = ANY (%s)", [list(ids)]).fetchall()
     return {message_id for (message_id,) in found}
+
+
+def claim_probe(connection: psycopg.Connection) -> list[tuple[int, str]]:
+    """Begin a probe. Return the message and the id of the probe."""
+    parameters = {
+        "queues": ["default"],
+        "topics": ["greet"],
+        "worker": "worker-1",
+        "lease_seconds": LEASE_SECONDS,
+        "probe_seconds": 60.0,
+    }
+    return [(row[0], row[-2]) for row in connection.execute(statements.CLAIM_PROBE, parameters).fetchall()]
+
+
+def postpone(connection: psycopg.Connection, message_id: int) -> None:
+    """Finish the first attempt of a message, which the breaker holds back."""
+    connection.execute(
+        statements.FINISH_AND_HOLD,
+        {
+            **fence_of(connection, [(message_id, 1)], "worker-1"),
+            "outcomes": [AttemptOutcome.SNOOZED],
+            "reasons": ["open"],
+            "reason_codes": [ReasonCode.CIRCUIT_OPEN],
+            "breaker_keys": [held_messages.KEY],
+            "error_places": [None],
+            "delays": [30.0],
+            "fails_after": [None],
+            "held_delays": [0.0],
+            "hooks": "{}",
+        },
+    )
 
 
 def forget_sent(connection: psycopg.Connection, *attempts: Attempted, worker: str = "worker-1") -> set[int]:

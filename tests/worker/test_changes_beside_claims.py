@@ -10,9 +10,17 @@ import pytest
 from pgoutbox.database import sql
 from pgoutbox.kernel import statements
 from tests.support import races
-from tests.support.held_messages import DESTINATION, HOLD, KEY, claim_probe, open_breaker, postpone
+from tests.support.held_messages import DESTINATION, HOLD, KEY, open_breaker
 from tests.support.outbox_actions import begin, cancel, enqueue, row_of, state_of
-from tests.support.worker_sql import FRESH, claim, claim_parameters, ids_in_flight, sleeping_worker
+from tests.support.worker_sql import (
+    FRESH,
+    claim,
+    claim_parameters,
+    claim_probe,
+    ids_in_flight,
+    postpone,
+    sleeping_worker,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pgoutbox.message import AttemptOutcome
-from tests.support.held_messages import DESTINATION, HOLD, claim_probe, open_breaker, postpone
+from tests.support.held_messages import DESTINATION, HOLD, open_breaker
 from tests.support.outbox_actions import begin, cancel, enqueue, state_of
-from tests.support.worker_sql import End, claim, finish
+from tests.support.worker_sql import End, claim, claim_probe, finish, postpone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
