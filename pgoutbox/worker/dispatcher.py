@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from contextvars import copy_context
 from typing import Final
 
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Postponed, SendFailure, Sent, Skip, Snooze
@@ -51,8 +52,9 @@ class Dispatcher:
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:
-                context = SyncContext(attempt, asyncio.get_running_loop(), attempt.sync_connection)
-                result = await in_thread(self._threads, handler.function, message, context)
+                loop = asyncio.get_running_loop()
+                context = SyncContext(attempt, loop, attempt.sync_connection)
+                result = await in_thread(self._threads, _begin, attempts, loop, handler.function, message, context)
             if result is None:
                 return _SENT_ALONE
             return (await self.conclude(attempt, message, result),)
@@ -97,8 +99,8 @@ class Dispatcher:
                 results = await handler.function(messages, attempts)
             else:
                 loop = asyncio.get_running_loop()
-                arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])
-                results = await in_thread(self._threads, handler.function, *arguments)
+                contexts = [SyncContext(attempt, loop) for attempt in attempts]
+                results = await in_thread(self._threads, _begin, attempts, loop, handler.function, messages, contexts)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             outcome = outcome_of_error(handler, error)
             if len(messages) == 1 or not isinstance(outcome, (Permanent, Skip)):
@@ -150,6 +152,20 @@ class Dispatcher:
         if transport is None:
             return await self._send(MissingTransport(scheme, self._transports), message, content)
         return await self._send(transport, message, content)
+
+
+def _begin(
+    attempts: Sequence[Attempt],
+    loop: asyncio.AbstractEventLoop,
+    function: Callable[..., object],
+    *arguments: object,
+) -> object:
+    """Call a handler in its thread. The process may have been suspended while the attempts waited for the thread."""
+    now = elapsed_clock()
+    for attempt in attempts:
+        if attempt.is_in_doubt(now):
+            asyncio.run_coroutine_threadsafe(attempt.pass_gate(), loop).result()
+    return function(*arguments)
 
 
 async def send_by(transport: Transport, message: Message[object], content: Content) -> Outcome:

@@ -6,6 +6,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.held import STOP_CLAIMS
 from tests.support.outbox_actions import enqueue, row_of
 from tests.support.waiting import wait_until
@@ -53,3 +55,62 @@ def test_a_worker_that_was_suspended_during_its_claim_hands_over_nothing(
     assert suspended.wait() == 0
     assert begun.read_text() == f"{other.pid} {message_id} 2\n"
     assert row_of(db, message_id).state == "sent"
+
+
+LATE_THREAD = """
+    import os
+    import signal
+    import sys
+
+    from pgoutbox import Outbox
+
+    outbox = Outbox()
+    sys.setswitchinterval(3600)  # A thread gets its turn when the event loop waits, and not before.
+
+
+    @outbox.handler("greet")
+    def greet(message, ctx):
+        with open(os.environ["BEGUN"], "a") as file:
+            file.write(f"{os.getpid()} {message.id} {message.attempt_count}\\n")
+
+
+    @outbox.batch_handler("greet.all", max_size=10)
+    def greet_all(messages, contexts):
+        for message in messages:
+            greet(message, None)
+
+
+    @outbox.handler("sleep")
+    async def sleep(message, ctx):
+        if message.attempt_count == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("topic", ["greet", "greet.all"])
+def test_a_handler_whose_process_was_suspended_before_its_thread_began_does_not_begin(
+    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, topic: str
+) -> None:
+    begun = tmp_path / "begun"
+    suspended = start_worker(
+        LATE_THREAD, environment={"BEGUN": str(begun)}, worker_name="slow", lease_seconds="1", concurrency="2"
+    )
+    first = enqueue(db, topic)  # Its thread waits for the next one.
+    wait_until(lambda: row_of(db, first).state == "sent", lambda: suspended.log)
+    with db.transaction():
+        late = enqueue(db, topic)
+        asleep = enqueue(db, "sleep")
+    lapsed = "SELECT count(*) FROM pgoutbox.in_flight_view WHERE lease_expires_at < now()"
+    wait_until(lambda: db.execute(lapsed).fetchone() == (2,), lambda: suspended.log)
+    other = start_worker(LATE_THREAD, "--drain", environment={"BEGUN": str(begun)})
+    assert other.wait() == 0
+    os.killpg(suspended.pid, signal.SIGCONT)
+    again = enqueue(db, topic)
+    wait_until(lambda: row_of(db, again).state == "sent", lambda: suspended.log)
+    suspended.stop()
+    assert begun.read_text().splitlines() == [
+        f"{suspended.pid} {first} 1",
+        f"{other.pid} {late} 2",
+        f"{suspended.pid} {again} 1",
+    ]
+    assert {row_of(db, late).state, row_of(db, asleep).state} == {"sent"}

@@ -100,7 +100,7 @@ SELECT message_id, attempt_count, max_in_flight
 FROM soak_flight
 WHERE what = 'sending' AND queue = 'crowded' AND max_in_flight IS NOT NULL
 """
-_OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM soak_attempt"
+_OUTCOMES: Final = "SELECT message_id, attempt_count, outcome, extract(epoch FROM ended_at)::float8 FROM soak_attempt"
 
 
 # An attempt that counted as lost, and whose process began the one that was sent. It knows what it has done.
@@ -157,13 +157,18 @@ class Struck(NamedTuple):
 
 class _Account(NamedTuple):
     messages: Mapping[str, _Message]
-    outcomes: Mapping[tuple[int, int], str]
+    outcomes: Mapping[tuple[int, int], tuple[str, float]]
     lost: Lost
     lost_runs: Collection[Run]
 
+    def began_lost(self, run: Run) -> bool:
+        """Return whether the attempt counted as lost before its handler began: its process was suspended."""
+        outcome, at = self.outcomes.get((self.messages[run.key].id, run.attempt_count), (None, 0.0))
+        return outcome == "lost" and at < run.began_at
+
     def is_lost(self, run: Run) -> bool:
         """Return whether the attempt's lease lapsed, or a failover lost it."""
-        outcome = self.outcomes.get((self.messages[run.key].id, run.attempt_count))
+        outcome, _ = self.outcomes.get((self.messages[run.key].id, run.attempt_count), (None, 0.0))
         return outcome == "lost" or run in self.lost_runs
 
 
@@ -198,7 +203,7 @@ def by_runs(
     """Return the invariants of this account, each with the messages that break it."""
     account = _Account(
         {message.key: message for message in map(_Message._make, connection.execute(_MESSAGES))},
-        {(message_id, count): outcome for message_id, count, outcome in connection.execute(_OUTCOMES)},
+        {(message_id, count): (outcome, at) for message_id, count, outcome, at in connection.execute(_OUTCOMES)},
         lost,
         lost_runs,
     )
@@ -255,7 +260,7 @@ def _beside(runs: Sequence[Run], account: _Account) -> Iterator[int]:
                 yield ("ordering", message.queue, message.ordering_key), run
 
     for earlier, later in _overlaps(groups()):
-        if earlier.key != later.key and not account.is_lost(earlier):
+        if earlier.key != later.key and not (account.is_lost(earlier) or account.began_lost(later)):
             yield account.messages[later.key].id
 
 
@@ -317,7 +322,7 @@ def _out_of_line(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[
     latest: dict[str, int] = {}
     for hand_over in hand_overs:
         message = account.messages[hand_over.key]
-        outcome = account.outcomes.get((message.id, hand_over.attempt_count))
+        outcome, _ = account.outcomes.get((message.id, hand_over.attempt_count), (None, 0.0))
         if message.bulk is None or message.item is None or outcome == "lost" or account.lost.covers(hand_over.at):
             continue
         if message.item < latest.get(message.bulk, 0):

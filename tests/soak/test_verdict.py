@@ -566,6 +566,20 @@ def test_overlapping_messages_of_a_key_are_detected(
     assert handlers.broken == expected
 
 
+@pytest.mark.parametrize(("began_at", "expected"), [(105.0, set()), (103.0, {BESIDE})], ids=["late", "before"])
+def test_an_attempt_of_the_key_may_begin_late_only_if_it_was_lost_before(
+    handlers: Handlers, began_at: float, expected: set[str]
+) -> None:
+    """A process that is suspended between the last lease check and its handler begins late."""
+    handlers.message(21, ordering_key="o", attempt_count=2)
+    handlers.message(22, ordering_key="o")
+    handlers.ended(21, 1, "lost", ended_at=datetime.fromtimestamp(104.0, UTC))
+    handlers.ran(22, 1, "q", 102.0, 110.0)
+    handlers.ran(21, 1, "p", began_at, None)
+    handlers.ran(21, 2, "q", 111.0, 112.0)
+    assert handlers.broken & {BESIDE} == expected
+
+
 @pytest.mark.parametrize(
     ("began_at", "expected"), [(99.0, {NO_ATTEMPT}), (101.0, set())], ids=["before the commit", "after it"]
 )
