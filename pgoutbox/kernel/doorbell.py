@@ -32,10 +32,11 @@ _ALL: Final = "all"  # The prefix of acts that make messages claimable.
 _POLL_SECONDS: Final = 1.0
 # So long may messages wait for a watch that is frozen or dead. Idle workers look at different times.
 _LOOK_SECONDS: Final = (3.0, 5.0)
+# While producers have the wake-up lock it polls, with pauses that grow from the first to the second.
 _FIRST_PAUSE_SECONDS: Final = 0.001
 _PRODUCERS_SECONDS: Final = 0.1
 _RECONNECT_SECONDS: Final = (0.1, 5.0)
-_NEARLY_FULL: Final = 0.5
+_NEARLY_FULL: Final = 0.5  # Of the notification queue. Statements that notify other workers have the same bound.
 # The standings of hold.sql.
 _RELIES, _HOLDS, _PRODUCERS, _WATCH = "relies", "holds", "producers", "watch"
 
@@ -129,7 +130,8 @@ class Doorbell:
                 return Rest(_POLL_SECONDS), None
             rows, others = answers
             rest = self._note(rows)
-            # After the locks. The next claim finds messages whose notifications came in between.
+            # After the locks, so that only a watch listens. A message that notified in between is found by the claim
+            # that `_note` asks for with new locks.
             if self._listens != (listens := any(standing != _RELIES for standing in self._standings.values())):
                 self._listens = listens
                 await self._ask(("LISTEN pgoutbox" if listens else "UNLISTEN pgoutbox", {}))

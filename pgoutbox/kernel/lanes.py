@@ -2,7 +2,8 @@
 
 A claim that was filled goes on behind its last row. Otherwise it searches the lane from the beginning, which steps over
 the dead index entries of finished messages; so after two slow searches in a row, the next one may begin only after nine
-times the length of the shorter one. Until then a claim reads the messages that fell due lately, and the search is owed.
+times the length of the shorter one: searches take a tenth of the time at most. Until then a claim reads the messages
+that fell due lately, and the search is owed.
 
 The lane of messages with an ordering key is read by its keys, page after page: a round over all keys is its search.
 """
@@ -16,7 +17,7 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 _ALL_TIME_SECONDS: Final = 1e9  # About 32 years.
-# Messages become visible when their transaction commits.
+# A message becomes visible when its transaction commits. One that commits later than this waits for the search.
 _LATE_COMMIT_SECONDS: Final = 2.0
 # Beside a backlog, messages before the last place are found by a search now and then.
 _SEARCH_SECONDS: Final = 0.25
@@ -125,7 +126,7 @@ class OrderedLane(Lane):
         self.has_keys = False  # Most queues have no such messages, and their claims leave this lane out.
         self._after_key: str | None = None  # The first round of a process begins at a random key.
         self._is_round = False  # A round over all keys has begun.
-        self._is_whole = False
+        self._is_whole = False  # It began at the first key, so that its end covers all of them.
         self._is_stale = False  # It was wanted again since then: another round has to follow.
 
     def want(self) -> None:
@@ -157,8 +158,8 @@ class OrderedLane(Lane):
             self.served_at = now
             self._after_key = last.key
             self.has_keys |= last.id is not None or bool(last.key)
-        is_cut = last is None or last.id is not None
-        if is_cut or self._after_key:
+        is_cut = last is None or last.id is not None  # The row that ends a page is missing.
+        if is_cut or self._after_key:  # An empty key ends the round: no key follows.
             self.is_wanted = self.is_owed = is_filled or self._has_news or not is_cut
             return
         self._is_round = False

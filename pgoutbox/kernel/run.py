@@ -23,25 +23,32 @@ from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Rest, Row,
 
 # A lease also runs while the machine is suspended.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-# Beside a backlog, the other lanes, the limits of queues and lapsed attempts are looked for now and then.
+# Nobody notifies a busy worker. These times limit how late it notices messages of other lanes, changed limits and new
+# ordering keys, and lapsed attempts.
 _OTHERS_SECONDS: Final = 0.25
 _SURVEY_SECONDS: Final = 1.0
 _LAPSED_SECONDS: Final = 1.0
+# The limit bounds the time of a trip. The messages fall due one after the other, because one of them may crash its
+# process again, and then it meets few others.
 _LAPSED_LIMIT: Final = 100
 _LAPSED_DISTANCE_SECONDS: Final = 0.05
+# After this time, rows that another session has locked are tried again.
 _LOCKED_PAUSE_SECONDS: Final = 0.1
 # Claims of several rows can conflict at a unique index again and again: then it claims one row.
 _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01
+# `Attempts.room` also depends on the time, so a worker without room asks again.
 _ROOM_SECONDS: Final = 1.0
+# Other workers get so long to claim the messages that this one has released.
 _OTHERS_FIRST_SECONDS: Final = 0.05
+# A question may take so much longer to the server than the last claim, and still covers the time since that one.
 _ROUND_TRIP_SECONDS: Final = 0.002
 _ALL_TIME_SECONDS: Final = 1e9
 # After so many claims with messages within so long, it polls: transactions that notify commit one after the other.
 _FAST_CLAIMS: Final = 8
 _FAST_SECONDS: Final = 0.25
 _FAST_POLL_SECONDS: Final = 0.01
-_LULL_SECONDS: Final = 0.1
+_LULL_SECONDS: Final = 0.1  # Without a message for so long, it lets them notify again.
 _GOES_ON: Final = ("pending", "sending")
 _LOST_RACES: Final = (
     psycopg.errors.UniqueViolation,
@@ -76,7 +83,11 @@ class Options:
 
 @dataclass(slots=True, eq=False)
 class _Trip(Generic[E]):
-    """A round trip: what it finishes and claims, and the answer."""
+    """A round trip: what it finishes and claims, and the answer.
+
+    `results` has the rows of each of `steps`, in the order of `Run._trip_of`. `Run._note_answers` takes the rows of the
+    last question away: only after it, `lapsed`, `probed` and `claimed` find theirs, from the end.
+    """
 
     began_at: float
     forgotten: Sequence[E]  # The sent ones whose messages may be deleted.
@@ -270,7 +281,8 @@ class Run(Generic[E]):
         While a trip is on its way, the answer to the last one is taken in, and handlers run.
         """
         if self._finished:
-            await self._take_in_answered()  # A failure from here on would release its claim.
+            # First: after a failed trip, all claimed attempts that have not begun are released.
+            await self._take_in_answered()
             await self._tell_finished()
         trip = await self._plan(_now())
         if trip is None and self._answered is None:
@@ -412,7 +424,8 @@ class Run(Generic[E]):
         due_at, self._due_at = self._due_at, None
         self._note_answers(trip)
         if due_at is not None and due_at <= _now() and not (trip.lanes and due_at <= trip.began_at):
-            self.want()  # The answer to a slow question lacks messages that fell due on its way.
+            # A message that fell due while the question was on its way is neither in its answer nor claimed.
+            self.want()
         if trip.lanes:
             self._conflict_count = 0
             self._leaves_to_others &= not trip.claimed
@@ -420,7 +433,7 @@ class Run(Generic[E]):
         self._answered = trip
         if self._bell is not None and self._comes_fast(trip.claimed):
             await self._bell.hush()
-        # Its own trips come first. Beside the next trip, they would release the claim of that one.
+        # These need trips of their own, before the next one: beside an unanswered trip, they would release its claim.
         trip.follows = self._follow_steps(trip)
         if trip.lapsed or trip.probed or trip.follows or trip.has_unwritten:
             await self._take_in_answered()
@@ -578,6 +591,7 @@ class Run(Generic[E]):
         return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats})] if claimed_ats else []
 
     def _fence(self, ended: Sequence[E]) -> dict[str, object]:
+        """Return the fence of attempts that are sorted by id, because it is searched by width_bucket."""
         return {
             "ids": array([one.message_id for one in ended]),
             "attempt_counts": array([one.attempt_count for one in ended]),
@@ -740,6 +754,7 @@ class Run(Generic[E]):
                 continue
             same.sort(key=_DUE_ORDER)
             rows += same
+            # The last one that was read: the statement reads keys by COLLATE "C", which is also Python's order.
             key = max(row[_ORDERING_KEY] for row in same) if lane.number == _ORDERED else None
             lasts[number] = Place(same[-1][_AVAILABLE_AT], same[-1][_ID], key)
         places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _ORDERED}

@@ -18,12 +18,13 @@ class Link(Protocol):
     async def trip(self, steps: Sequence[Step]) -> list[list[Row]]:
         """Run the statements in one transaction and one round trip, and return the rows of each.
 
-        A statement that returns no rows has one row, with the number of the rows that it wrote.
+        A statement that returns no rows has one row, with the number of the rows that it wrote. A trip beside an
+        unanswered one releases what that one has claimed.
         """
         ...
 
     def abandon(self) -> None:
-        """Release the attempts of the last claim before the next trip: no handler begins."""
+        """Let the next trip release the claimed attempts that have not begun: no handler begins."""
         ...
 
     def refuses(self, error: BaseException) -> bool:

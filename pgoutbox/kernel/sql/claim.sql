@@ -1,13 +1,15 @@
--- Claim up to `total` due messages of the lanes of some queues. A lane is exhausted before the next one begins, so a strict
--- order of queues is the order of the arrays, and one statement serves any number of queues. Lane 0 has the fresh messages,
--- lane 1 the retries, and lane 2 the messages with an ordering key.
--- `judged` chooses and locks rows, and decides what becomes of each. `claim` writes one lease for all attempts that begin in
--- a queue. The UPDATE writes the decisions. Each page of ordering keys ends with a row without a message: its
--- ordering key is the one after which the next page begins, '' if no key follows. The row is missing if the limits cut the page.
+-- Claim up to `total` due messages of the lanes of some queues. A lane is exhausted before the next one begins, so a
+-- strict order of queues is the order of the arrays, and one statement serves any number of queues. Lane 0 has the
+-- fresh messages, lane 1 the retries, and lane 2 the messages with an ordering key.
+-- `judged` chooses and locks rows, and decides what becomes of each. `claim` writes one lease for all attempts that
+-- begin in a queue. The UPDATE writes the decisions. Each page of ordering keys ends with a row without a message: its
+-- ordering key is the one after which the next page begins, '' if no key follows. The row is missing if the limits cut
+-- the page.
 -- A claim that reads no lane 2 leaves out the parts in brackets: even unused they would make it slower by a third.
--- Messages behind an open breaker are left out, unless they end without an attempt. After the pause of a breaker, a claim
--- with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and with it the probe. If
--- none can be claimed, it removes their hold.
+-- A breaker is open while it has a row. Its holds are texts: queue, topic, and scheme or host, with spaces between
+-- them. A claim leaves out the messages of these holds, unless they have expired or are superseded. After the pause of
+-- a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and with
+-- it the probe. If none can be claimed, it removes their hold.
 -- Guards: row locks; the place of the row in the UPDATE; the unique indexes on keys in flight.
 WITH
 -- [probe
@@ -27,6 +29,7 @@ paused AS MATERIALIZED (
     -- Two workers do not search at once.
     FOR UPDATE OF b SKIP LOCKED
 ), half_open AS MATERIALIZED (
+    -- Without a permit nothing is read, and the hold stays.
     SELECT p.*, pgoutbox._permits(p.queue, 1, known.rate_count IS NOT NULL) AS permits
     FROM paused AS p
     LEFT JOIN pgoutbox.queue AS known ON known.name = p.queue
@@ -72,6 +75,7 @@ judged AS MATERIALIZED (
             SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint, 'sending'
             FROM pgoutbox.message_live AS m
             WHERE m.queue = h.queue AND m.ordering_key IS NOT NULL
+                -- `> '-infinity'` is always true: it permits the index message_live_ordered_due.
                 AND m.available_at <= now() AND m.available_at > '-infinity' AND m.state = 'pending'
                 AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
                 AND (m.expires_at <= now()) IS NOT TRUE
@@ -177,7 +181,8 @@ judged AS MATERIALIZED (
                     AND (m.available_at, m.id) > (
                         coalesce(lane.after_at, now() - make_interval(secs => lane.since_seconds)), lane.after_id
                     )
-                    -- Without an open breaker, the left side of NOT IN is not computed.
+                    -- Without an open breaker, the left side of NOT IN is not computed: PostgreSQL hashes the right
+                    -- side first, and finds it empty. Neither side is ever null.
                     AND (
                         pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
                             SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
@@ -226,8 +231,9 @@ judged AS MATERIALIZED (
                             )
                             OR m.expires_at <= now()
                         )
-                        -- No other message of the key is in flight: an earlier one may have been redriven meanwhile. OFFSET 0
-                        -- makes PostgreSQL look up each key in the index, whatever the statistics say.
+                        -- No other message of the key is in flight: a later one may be, if this one has failed before
+                        -- and was redriven. OFFSET 0 makes PostgreSQL look up each key in the index, whatever the
+                        -- statistics say.
                         AND NOT EXISTS (
                             SELECT FROM pgoutbox.message_live AS s
                             WHERE s.queue = lane.queue AND s.key_in_flight = v.key AND s.ordering_key IS NOT NULL
@@ -248,12 +254,15 @@ judged AS MATERIALIZED (
             SELECT NULL, NULL, lane.queue, CASE WHEN max(v.number) = %(key_limit)s::integer THEN max(v.key) ELSE '' END,
                 NULL, true, NULL, NULL
             FROM visited AS v
+            -- Other lanes have no page.
             HAVING count(*) > 0
             -- ordering keys]
         ) AS one
         WHERE lane.queue = served.queue
-        -- It locks the row of a queue with limits until the commit, and gives 0 to a claim that does not get it. All lanes
-        -- of a queue share its permits.
+        -- It locks the row of a queue with limits until the commit, and gives 0 to a claim that does not get it, or
+        -- that does not see its new rate: `spent` would take no tokens. All lanes of a queue share its permits. Rows
+        -- beyond this LIMIT are not locked: each row is locked when it is read, and nothing between FOR UPDATE and the
+        -- LIMIT sorts.
         LIMIT pgoutbox._permits(served.queue, %(total)s::bigint, known.rate_count IS NOT NULL)
     ) AS found
     LIMIT %(total)s::bigint
@@ -269,7 +278,9 @@ judged AS MATERIALIZED (
     FROM begun AS b
     RETURNING claimed_at, queue, cardinality(ids) AS count
 ), spent AS (
-    -- A token of the rate for each attempt. Taken with the claim, so that a crash uses them up and never exceeds the rate.
+    -- A token of the rate for each attempt. Taken with the claim, so that a crash uses them up and never exceeds the
+    -- rate. The trigger queue_attempts records the new begun_count under tokens_at, which therefore grows even if the
+    -- clock was set back. The UPDATE reads the newest version of the row, which `_permits` has locked.
     UPDATE pgoutbox.queue AS q
     SET tokens = greatest(0, pgoutbox._bucket_of(q, c.claimed_at) - c.count),
         tokens_at = greatest(c.claimed_at, q.tokens_at + interval '1 us'),
@@ -289,20 +300,26 @@ judged AS MATERIALIZED (
     FROM (
         -- The one claim of its queue. Without messages that begin, there is none.
         SELECT o.*, (SELECT c.claimed_at FROM claim AS c WHERE c.queue = o.queue) AS claimed_at
-        -- All claims enter their keys into the unique indexes in one order, so that none waits for another in a circle. The
-        -- nested loop from these rows to the places keeps it: prepare_session.sql turns off all other joins. Messages
-        -- without a key enter nothing: the CASE spares comparing topics.
+        -- All claims enter their keys into the unique indexes in one order, so that none waits for another in a circle.
+        -- The nested loop from these rows to the places keeps it: prepare_session.sql, or prepare_transaction.sql
+        -- behind a pooler, turns off all other joins. Messages without a key enter nothing: the CASE spares comparing
+        -- topics.
         FROM (SELECT * FROM judged ORDER BY key, is_ordered, CASE WHEN key IS NOT NULL THEN scope END) AS o
     ) AS j
+    -- A row that has changed since this statement's snapshot is not at its place. The state restricts the plan to
+    -- message_live, where the place was found; the statement names the parent, because rows that end leave this
+    -- partition.
     WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending'
     RETURNING m.id, m.topic, m.destination,
-        -- Null above 16 kB, so that a claim is bounded; its attempt reads it. OFFSET 0 makes the text once.
+        -- Null above 16 kB, so that a claim is bounded; its attempt reads it. The stored size, which may be compressed,
+        -- is known without reading the payload. OFFSET 0 makes the text once.
         (
             SELECT CASE WHEN octet_length(p.body) <= 16384 THEN p.body END
             FROM (SELECT CASE WHEN pg_column_size(m.payload) <= 16384 THEN m.payload::text END OFFSET 0) AS p(body)
         ) AS payload,
         m.headers::text AS headers, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
+        -- PostgreSQL before version 17 cannot subtract from infinity.
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in,
         -- Places for what the worker finds out: whether it is superseded meanwhile, and whether it is a suspect.
         false AS is_superseded, m.queue, false AS is_suspect,
@@ -317,6 +334,7 @@ judged AS MATERIALIZED (
             WHEN w.id IS NULL THEN b.probe_until ELSE now() + make_interval(secs => %(probe_seconds)s::float8)
         END,
         worker = CASE WHEN w.id IS NULL THEN b.worker ELSE %(worker)s::text END,
+        -- Messages may only have been locked: then the first one that meets the open breaker adds the hold again.
         holds = CASE WHEN j.id IS NULL THEN array_remove(b.holds, h.hold) ELSE b.holds END
     FROM half_open AS h
     LEFT JOIN judged AS j ON true

@@ -1,5 +1,6 @@
--- Delete claims of this worker whose attempts have ended. One with an attempt in flight stays all the same: nobody would
--- find that attempt without it.
+-- Delete claims of this worker whose attempts have ended. One with an attempt in flight stays all the same: nobody
+-- would find that attempt without it. So does one that a renewal has just written or locked. It is not renewed without
+-- attempts in flight, and forget_lapsed.sql deletes it.
 DELETE FROM pgoutbox.claim AS c
 -- By place: a join would visit each claim of the worker for each one that has ended.
 WHERE c.ctid = ANY (ARRAY(

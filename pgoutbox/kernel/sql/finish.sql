@@ -19,7 +19,8 @@ held AS MATERIALIZED (
         o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place,
         -- [holds
         breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.destination) AS hold,
-        -- Without the row of its breaker, a message is tried again soon: it may join the hold, or the breaker has closed.
+        -- Without the row of its breaker, a message is tried again in a few seconds: then it joins the hold, or the
+        -- breaker has closed. Not at once: while another session has locked the row, that would be a loop.
         CASE
             WHEN o.held_delay IS NULL THEN o.delay_seconds
             WHEN breaker.key IS NULL THEN o.held_delay + 5
@@ -39,9 +40,11 @@ held AS MATERIALIZED (
             ) THEN 'cancelled'
             WHEN head.newest_id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND m.attempt_count >= m.max_attempts THEN 'failed'
+            -- The topic does not wait for workers of another version, which may be able to read the payload.
             WHEN o.fails_after = 0 THEN 'failed'
             -- Postponed for this reason for too long, counted from the first of its attempts in a row, and at least ten
-            -- times with this one: while all workers stand still, nobody tries. Those before a redrive do not count.
+            -- times with this one: if all workers stop for an hour, the next attempt must not be the last. Those before
+            -- a redrive do not count, because it changes the outcome of their entry.
             WHEN (m.attempts #>> '{-1,outcome}', m.attempts #>> '{-1,reason_code}') = ('snoozed', o.reason_code)
                 AND (m.attempts #>> '{-1,times}')::integer >= 9
                 AND (m.attempts #>> '{-1,started_at}')::timestamptz <= now() - make_interval(secs => o.fails_after)
@@ -56,7 +59,8 @@ held AS MATERIALIZED (
     -- [holds
     LEFT JOIN opened AS breaker ON breaker.key = o.breaker_key AND o.held_delay IS NOT NULL
     -- holds]
-    -- Without ANY, PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
+    -- The ANY below and in `finished` say again what the join says. Without them, PostgreSQL may plan to read the whole
+    -- primary key, because statistics may describe an empty table.
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     -- The newer message that supersedes this one. It matters only if this one would become pending again.
     LEFT JOIN LATERAL (

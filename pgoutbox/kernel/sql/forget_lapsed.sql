@@ -1,9 +1,10 @@
 -- Delete the lapsed claims that have no attempt in flight: other workers have taken them over, or their worker
 -- stopped before it deleted the claim. Extend the leases of released messages.
 WITH extended AS (
-    -- The worker of a released message may have renewed its lease until the release was committed, which may be long after
-    -- the release read it. So when that lease has ended, the message gets the present lease of its worker, once. Then it
-    -- counts as lost. A process that does not end renews its leases for ever.
+    -- `pgoutbox.release` gives a message in flight a claim of its own, with the lease that its worker (`released_from`)
+    -- had. Until the release is committed, which may be long after, that worker renews its own claim, and the attempt
+    -- goes on. So when the copied lease has ended, it is extended to the present one of the worker. Only once, which ''
+    -- notes: a process that hangs renews its leases for ever.
     UPDATE pgoutbox.claim AS c
     SET lease_expires_at = greatest(c.lease_expires_at, r.lease_expires_at), released_from = ''
     FROM (

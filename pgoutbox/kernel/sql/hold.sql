@@ -13,7 +13,8 @@ SELECT
         WHEN NOT q.is_on_watch THEN 'relies'
         -- 1885826146 is the class of the wake-up locks, see _notify_workers.
         WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'holds'
-        -- A share is refused only while a session has the lock, and ends with this statement.
+        -- A share is refused only while a session has the lock. This one ends with the transaction of the question,
+        -- which also runs next_due.sql: until then another watch sees it as that of a producer, and asks again.
         WHEN pg_try_advisory_xact_lock_shared(1885826146, hashtext(q.queue)) THEN 'producers'
         ELSE 'watch'
     END AS standing,

@@ -31,14 +31,15 @@ WITH judged AS MATERIALIZED (
                 WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
                 -- hold_topics: topics that hold a message with an unknown outcome for a person instead of trying it again.
                 WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-                -- It cannot afford another loss in company: half of its granted attempts are used up, and the others are for
-                -- attempts alone. Half is a choice: a message that crashes its process ends before it has taken many
-                -- others with it. It is rounded down, so a message with one attempt is never a suspect.
+                -- It cannot afford another loss in company: half of its granted attempts are used up, and the others
+                -- are for attempts alone. Half is a choice: a message that crashes its process ends before it has taken
+                -- many others with it. It is rounded down, so a message with one attempt is never a suspect. Enqueue
+                -- grants the budget, and each redrive again. A snooze raises both numbers of the difference, and so
+                -- changes nothing here.
                 WHEN m.max_attempts - m.attempt_count <= m.attempt_budget / 2 THEN 'sending'
-                -- Nor can another message that its worker had in flight, and that was lost twice in a row: now, and in its
-                -- attempt before. Either of them may
-                -- have crashed the process. If this one were not tried alone too, they could meet again. The arrays are read
-                -- once, and a join would read all claims.
+                -- Beside it, its worker had a suspect in flight that was lost twice in a row: now, and in the attempt
+                -- before. Either message may have crashed the process. If this one were not tried alone too, they could
+                -- meet again. The arrays are read once, and a join would read all claims.
                 WHEN c.worker = ANY (ARRAY(
                     SELECT o.worker
                     FROM pgoutbox.claim AS o
@@ -53,7 +54,7 @@ WITH judged AS MATERIALIZED (
         ) AS ending(state)
         WHERE m.state = 'sending'
             AND c.lease_expires_at <= now()
-            -- A released attempt first gets the lease of its worker: see forget_lapsed.sql.
+            -- The lease of a message that an operator has released is extended first, once: see forget_lapsed.sql.
             AND coalesce(c.released_from, '') = ''
             AND m.topic = ANY (%(topics)s::text[])
             -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
