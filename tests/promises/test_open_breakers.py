@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.command_line import run_process
 from tests.support.dialogues import HOST
+from tests.support.outbox_actions import cancel
 from tests.support.smtp_server import accepting_server
 from tests.support.waiting import wait_until
 from tests.support.webhook_server import webhook_server
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from tests.conftest import Connect
     from tests.promises.conftest import StartWorker
     from tests.support.worker_process import WorkerProcess
 
@@ -199,6 +201,26 @@ async def test_ordered_messages_behind_a_breaker_wait_too(
     assert claims_of(db, "topic = 'notice'") <= IN_FLIGHT + 2 * failed
     async with accepting_server(port=mail_port):
         await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 500, lambda: worker.log[-500:])
+
+
+@pytest.mark.parametrize("key", [None, "member "])
+async def test_cancelled_messages_behind_a_breaker_end_and_hold_nobody_up(
+    db: psycopg.Connection, connect: Connect, start: Callable[..., WorkerProcess], key: str | None
+) -> None:
+    """A cancel that finds the message locked becomes a request, which the next claim fulfils."""
+    enqueue(db, 1, ordering_key=key)
+    opener = start("mail", breaker_cooldown_seconds="3600", breaker_max_cooldown_seconds="3600")
+    await become(lambda: holds(db) and count(db, "state = 'pending'") == 1, lambda: opener.log)
+    opener.stop()
+    ((message_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE topic = 'notice'").fetchall()
+    locker = connect()
+    locker.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [message_id])
+    assert cancel(db, message_id) == "requested"
+    locker.rollback()
+    enqueue(db, 1, topic="text", destination=None, ordering_key=key)
+    worker = start("mail")
+    await become(lambda: count(db, "topic = 'text' AND state = 'sent'") == 1, lambda: worker.log)
+    await become(lambda: count(db, "id = %s AND state = 'cancelled'", message_id) == 1, lambda: worker.log)
 
 
 async def test_a_recovered_host_is_probed_beside_the_backlog_of_a_dead_one(

@@ -7,9 +7,9 @@
 -- the page.
 -- A claim that reads no lane 2 leaves out the parts in brackets: even unused they would make it slower by a third.
 -- A breaker is open while it has a row. Its holds are texts: queue, topic, and scheme or host, with spaces between
--- them. A claim leaves out the messages of these holds, unless they have expired or are superseded. After the pause of
--- a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and with
--- it the probe. If none can be claimed, it removes their hold.
+-- them. A claim leaves out the messages of these holds, unless they end: expired, superseded or cancelled. After the
+-- pause of a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and
+-- with it the probe. If none can be claimed, it removes their hold.
 -- Guards: row locks; the place of the row in the UPDATE; the unique indexes on keys in flight.
 WITH
 -- [probe
@@ -189,6 +189,9 @@ judged AS MATERIALIZED (
                         )
                         OR m.expires_at <= now()
                         OR head.newest_id IS NOT NULL
+                        OR (m.id, m.created_at) IN (
+                            SELECT c.message_id, c.message_created_at FROM pgoutbox.cancel_request AS c
+                        )
                     )
                     -- Two messages of a key are never in flight: this one waits for its sibling, which may be older or
                     -- newer. If it is superseded, it ends instead.
@@ -230,6 +233,9 @@ judged AS MATERIALIZED (
                                 SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
                             )
                             OR m.expires_at <= now()
+                            OR (m.id, m.created_at) IN (
+                                SELECT c.message_id, c.message_created_at FROM pgoutbox.cancel_request AS c
+                            )
                         )
                         -- No other message of the key is in flight: a later one may be, if this one has failed before
                         -- and was redriven. OFFSET 0 makes PostgreSQL look up each key in the index, whatever the
