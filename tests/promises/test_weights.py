@@ -44,6 +44,6 @@ async def test_queues_share_a_worker_in_the_proportion_of_their_weights(
 
     assert len(order) == sum(counts.values())
     found = {queue: order[:first].count(queue) for queue in dict.fromkeys(order[:first])}
-    # The first claims are on their way before the worker knows which queues are empty. On a busy machine a search may be
-    # slow, and then its queue has a pause.
+    # The first claims are on their way before the worker knows which queues are empty. On a busy machine a search may
+    # be slow, and then its queue has a pause.
     assert all(abs(found.get(queue, 0) - share) <= tolerance for queue, share in shares.items()), found
