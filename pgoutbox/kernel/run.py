@@ -375,7 +375,8 @@ class Run(Generic[E]):
         return self._may_sleep and not self._is_backlogged and all(lane.number != _ORDERED for lane in lanes)
 
     async def _tell_finished(self) -> None:
-        (rows,) = await self._link.trip([self._tell_successors(self._finished)])
+        has_room = self._attempts.room(self.on_the_way) > len(self._finished)
+        (rows,) = await self._link.trip([self._tell_successors(self._finished, has_room=has_room)])
         queues = {queue for queue, _ in rows}
         for queue in queues | {keys.queue for keys in self._finished if keys.ordering_key is not None}:
             self.want(queue)
@@ -714,7 +715,8 @@ class Run(Generic[E]):
         keyed = [row[_ID] for row in begun if row[_COALESCE_KEY] is not None and row[_STATE] == "sending"]
         steps: list[Step] = []
         if done:
-            steps.append(self._tell_successors(done))
+            is_filled = sum(row[_STATE] == "sending" for row in trip.claimed) >= trip.room
+            steps.append(self._tell_successors(done, has_room=not is_filled))
         if trip.is_for_others:
             steps.append((sql.TELL_WORKERS, {"queues": _queues_of(self._lanes)}))
         if keyed:
@@ -722,7 +724,9 @@ class Run(Generic[E]):
             steps.append((sql.OVERTAKEN, {"ids": array(keyed)}))
         return steps
 
-    def _tell_successors(self, done: Sequence[Keys]) -> Step:
+    def _tell_successors(self, done: Sequence[Keys], *, has_room: bool) -> Step:
+        # A worker that stops leaves them to others, and so does one without room: it may be full for long.
+        begins_them = self.claims and has_room
         return (
             sql.TELL_SUCCESSORS,
             {
@@ -731,9 +735,8 @@ class Run(Generic[E]):
                 "queues": [one.queue for one in done],
                 "coalesce_keys": [one.coalesce_key for one in done],
                 "ordering_keys": [one.ordering_key for one in done],
-                # A worker that stops leaves them to others.
-                "own_queues": _queues_of(self._lanes) if self.claims else [],
-                "own_topics": list(self._options.topics) if self.claims else [],
+                "own_queues": _queues_of(self._lanes) if begins_them else [],
+                "own_topics": list(self._options.topics) if begins_them else [],
             },
         )
 

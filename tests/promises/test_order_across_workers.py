@@ -40,6 +40,22 @@ APPLICATION = """
                 return Skip("not needed")
 """
 
+# Its handler waits for the file that the payload names.
+NAMED = """
+    import asyncio
+    import os
+
+    from pgoutbox import Outbox
+
+    outbox = Outbox()
+
+
+    @outbox.handler("greet")
+    async def handle(message, ctx):
+        while not os.path.exists(os.path.join(os.environ["GO_ON"], message.payload)):
+            await asyncio.sleep(0.05)
+"""
+
 # No sweep comes within the patience of a test, and no lease ends, for which an idle worker polls too.
 SETTINGS = {"poll_interval_seconds": "3600", "lease_seconds": "3600"}
 
@@ -133,6 +149,28 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     newer = enqueue(db, "first", coalesce_key="k", notify=False)
     Path(environments[0]["GO_ON"]).touch()
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_is_full(
+    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, key: str
+) -> None:
+    """The slot that the first message leaves goes to another queue, which comes first."""
+    environment = {"GO_ON": str(tmp_path)}
+    first = enqueue(db, payload="first", queue="last", **{key: "k"})
+    left = enqueue(db, payload="", queue="last")  # It waits for the slot, until its worker leaves it to the other one.
+    busy = start_worker(
+        NAMED, "--queue", "next", "--queue", "last", environment=environment, concurrency="1", **SETTINGS
+    )
+    wait_until(lambda: state_of(db, first) == "sending", lambda: busy.log)
+    other = enqueue(db, payload="other", queue="next")
+    idle = start_worker(NAMED, "--queue", "last", environment=environment, **SETTINGS)
+    wait_until(lambda: state_of(db, left) == "sent", lambda: idle.log)
+    wait_until(lambda: idle_count(db) == 1, lambda: idle.log)
+    second = enqueue(db, payload="", queue="last", notify=False, **{key: "k"})
+    (tmp_path / "first").touch()
+    wait_until(lambda: state_of(db, second) == "sent", lambda: idle.log)
+    assert state_of(db, other) == "sending"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 -- Tell workers about the due messages that had to wait for these messages, because they have the same coalesce or ordering
--- key. Returns the queues of this worker to claim from, and notifies the others. This worker looks for the next message of
--- an ordering key itself, unless another worker serves its topic.
+-- key. Returns their queues, and notifies other workers of those that this worker does not begin: it names its own queues
+-- and topics only while it has room. It looks for the next message of an ordering key of its topics by itself.
 -- It runs after the commit that ended the messages: a claim before it found them still live, and a successor that was
 -- committed later notifies itself.
 SELECT next.queue,
