@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.outbox_actions import begin, enqueue
+from tests.support.outbox_actions import Options, begin, enqueue
 from tests.support.proxy import proxy_to
 from tests.support.waiting import wait_until
 
@@ -151,13 +151,13 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
-@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+@pytest.mark.parametrize("key", [Options(coalesce_key="k"), Options(ordering_key="k")], ids=["coalesce", "ordering"])
 def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_is_full(
-    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, key: str
+    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, key: Options
 ) -> None:
     """The slot that the first message leaves goes to another queue, which comes first."""
     environment = {"GO_ON": str(tmp_path)}
-    first = enqueue(db, payload="first", queue="last", **{key: "k"})
+    first = enqueue(db, payload="first", queue="last", **key)
     left = enqueue(db, payload="", queue="last")  # It waits for the slot, until its worker leaves it to the other one.
     busy = start_worker(
         NAMED, "--queue", "next", "--queue", "last", environment=environment, concurrency="1", **SETTINGS
@@ -167,7 +167,7 @@ def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_i
     idle = start_worker(NAMED, "--queue", "last", environment=environment, **SETTINGS)
     wait_until(lambda: state_of(db, left) == "sent", lambda: idle.log)
     wait_until(lambda: idle_count(db) == 1, lambda: idle.log)
-    second = enqueue(db, payload="", queue="last", notify=False, **{key: "k"})
+    second = enqueue(db, payload="", queue="last", notify=False, **key)
     (tmp_path / "first").touch()
     wait_until(lambda: state_of(db, second) == "sent", lambda: idle.log)
     assert state_of(db, other) == "sending"
