@@ -151,13 +151,17 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
-@pytest.mark.parametrize("key", [Options(coalesce_key="k"), Options(ordering_key="k")], ids=["coalesce", "ordering"])
+@pytest.mark.parametrize(
+    "place",
+    [Options(queue="last", coalesce_key="k"), Options(queue="last", ordering_key="k")],
+    ids=["coalesce", "ordering"],
+)
 def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_is_full(
-    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, key: Options
+    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, place: Options
 ) -> None:
     """The slot that the first message leaves goes to another queue, which comes first."""
     environment = {"GO_ON": str(tmp_path)}
-    first = enqueue(db, payload="first", queue="last", **key)
+    first = enqueue(db, "greet", "first", **place)
     left = enqueue(db, payload="", queue="last")  # It waits for the slot, until its worker leaves it to the other one.
     busy = start_worker(
         NAMED, "--queue", "next", "--queue", "last", environment=environment, concurrency="1", **SETTINGS
@@ -167,7 +171,7 @@ def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_i
     idle = start_worker(NAMED, "--queue", "last", environment=environment, **SETTINGS)
     wait_until(lambda: state_of(db, left) == "sent", lambda: idle.log)
     wait_until(lambda: idle_count(db) == 1, lambda: idle.log)
-    second = enqueue(db, payload="", queue="last", notify=False, **key)
+    second = enqueue(db, "greet", "", **(place | {"notify": False}))
     (tmp_path / "first").touch()
     wait_until(lambda: state_of(db, second) == "sent", lambda: idle.log)
     assert state_of(db, other) == "sending"
