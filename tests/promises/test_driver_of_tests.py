@@ -1,4 +1,4 @@
-"""The driver of the pytest plugin: a bug of a handler makes the test red, in a run of pytest on a file of its own."""
+"""The driver of the pytest plugin: a bug of a handler makes the test red, in one run of pytest on tests of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import subprocess
 import sys
 import textwrap
 from typing import TYPE_CHECKING, Final
+from xml.etree import ElementTree as ET
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Mapping
 
     from tests.conftest import Server
 
@@ -57,78 +57,104 @@ def put(pgoutbox_dsn):
 """
 
 
-@pytest.fixture
-def run_test(tmp_path: Path, server: Server) -> Callable[[str], str]:
-    """Run one test with this body, and return the summary and the report of pytest."""
-
-    def run(body: str) -> str:
-        (tmp_path / "test_it.py").write_text(f"{HEAD}def test_it(driver, put):\n{textwrap.indent(body, '    ')}\n")
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
-            cwd=tmp_path,
-            env={"PGOUTBOX_TEST_DSN": server.dsn_for("postgres"), "PATH": ""},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode in (0, 1), done.stdout + done.stderr
-        return done.stdout
-
-    return run
-
-
-@pytest.mark.parametrize("topic", ["lookup", "thread", "batch"])
-def test_a_handler_that_raises_makes_the_test_red(run_test: Callable[[str], str], topic: str) -> None:
-    report = run_test(f"put({topic!r})\ndriver.assert_enqueued({topic!r})\ndriver.run_pass()")
-    assert "1 failed" in report
-    assert (
-        "1 attempt raised an exception. If the test expects that, deliver in `with driver.expect_raised():`" in report
-    )
-    assert '{}["absent"]' in report
-    assert "KeyError: 'absent'" in report
-
-
-@pytest.mark.parametrize(
-    "block",
-    ["driver.expect_raised()", "driver.expect_raised(LookupError, match='abs.nt')", "driver.expect_raised(KeyError)"],
+RAISES: Final = {
+    topic: f"put({topic!r})\ndriver.assert_enqueued({topic!r})\ndriver.run_pass()"
+    for topic in ("lookup", "thread", "batch")
+}
+EXPECTED: Final = {
+    name: f"put('lookup')\nwith {block} as raised:\n    driver.run_pass()\n"
+    "assert [type(one) for one in raised] == [KeyError]\ndriver.drain()"
+    for name, block in {
+        "any": "driver.expect_raised()",
+        "matching": "driver.expect_raised(LookupError, match='abs.nt')",
+        "of_type": "driver.expect_raised(KeyError)",
+    }.items()
+}
+UNEXPECTED: Final = {
+    name: f"put('lookup')\nwith {block}:\n    driver.run_pass()"
+    for name, block in {
+        "other_type": "driver.expect_raised(ValueError)",
+        "other_text": "driver.expect_raised(match='gone')",
+    }.items()
+}
+ANSWERS: Final = {
+    f"answer_{number}": f"put('say')\ndriver.answer_with(lambda delivery: {answer})\ndriver.run_pass()"
+    for number, answer in enumerate(("None", "Sent", "'sent'"))
+}
+NONE_RAISES: Final = (
+    "put('lookup', bugs=0)\nwith driver.expect_raised(KeyError, match='absent'):\n    driver.run_pass()"
 )
-def test_a_test_may_expect_that_a_handler_raises(run_test: Callable[[str], str], block: str) -> None:
-    body = f"put('lookup')\nwith {block} as raised:\n    driver.run_pass()\n"
-    assert "1 passed" in run_test(f"{body}assert [type(one) for one in raised] == [KeyError]\ndriver.drain()")
-
-
-@pytest.mark.parametrize("block", ["driver.expect_raised(ValueError)", "driver.expect_raised(match='gone')"])
-def test_another_exception_than_the_expected_one_makes_the_test_red(run_test: Callable[[str], str], block: str) -> None:
-    report = run_test(f"put('lookup')\nwith {block}:\n    driver.run_pass()")
-    assert "1 attempt raised an exception." in report
-
-
-def test_an_expected_exception_that_no_handler_raises_makes_the_test_red(run_test: Callable[[str], str]) -> None:
-    report = run_test(
-        "put('lookup', bugs=0)\nwith driver.expect_raised(KeyError, match='absent'):\n    driver.run_pass()"
-    )
-    assert "expect_raised: a handler should have raised KeyError that matches 'absent', but none has" in report
-
-
-def test_exceptions_on_the_way_to_an_expected_failure_are_expected(run_test: Callable[[str], str]) -> None:
-    body = (
+PASSING: Final = {
+    "expected_failure": (
         "put('lookup', bugs=3)\nwith driver.expect_failed('lookup', match='KeyError') as failed:\n    driver.drain()\n"
+        "assert failed[0].attempt_count == 3"
+    ),
+    "raised_outcome": "put('busy')\ndriver.run_pass()",
+    "refused_delivery": (
+        "put('say')\ndriver.answer_with(lambda delivery: Permanent('no such user'))\n"
+        "with driver.expect_failed(match='no such user'):\n    driver.run_pass()"
+    ),
+}
+TESTS: Final = {**RAISES, **EXPECTED, **UNEXPECTED, **ANSWERS, "none_raises": NONE_RAISES, **PASSING}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Mapping[str, str]:
+    """Run all tests with these bodies, and return the report of each that failed."""
+    directory = tmp_path_factory.mktemp("driver")
+    bodies = [f"def test_{name}(driver, put):\n{textwrap.indent(body, '    ')}\n" for name, body in TESTS.items()]
+    (directory / "test_it.py").write_text("\n\n".join([HEAD, *bodies]))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml", "test_it.py"],
+        cwd=directory,
+        env={"PGOUTBOX_TEST_DSN": server.dsn_for("postgres"), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert "1 passed" in run_test(f"{body}assert failed[0].attempt_count == 3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    cases = list(ET.parse(directory / "report.xml").iter("testcase"))
+    assert {case.get("name") for case in cases} == {f"test_{name}" for name in TESTS}
+    return {
+        str(case.get("name")).removeprefix("test_"): "".join(text for problem in case for text in problem.itertext())
+        for case in cases
+        if len(case)
+    }
 
 
-def test_an_outcome_that_a_handler_raises_is_no_bug(run_test: Callable[[str], str]) -> None:
-    assert "1 passed" in run_test("put('busy')\ndriver.run_pass()")
+@pytest.mark.parametrize("name", RAISES)
+def test_a_handler_that_raises_makes_the_test_red(reports: Mapping[str, str], name: str) -> None:
+    assert (
+        "1 attempt raised an exception. If the test expects that, deliver in `with driver.expect_raised():`"
+        in reports[name]
+    )
+    assert '{}["absent"]' in reports[name]
+    assert "KeyError: 'absent'" in reports[name]
 
 
-@pytest.mark.parametrize("answer", ["None", "Sent", "'sent'"])
-def test_an_answer_that_is_no_outcome_is_refused(run_test: Callable[[str], str], answer: str) -> None:
-    report = run_test(f"put('say')\ndriver.answer_with(lambda delivery: {answer})\ndriver.run_pass()")
-    assert "1 failed" in report
-    assert "TypeError: answer_with: return an Outcome such as Sent(), not " in report
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_test_may_expect_that_a_handler_raises(reports: Mapping[str, str], name: str) -> None:
+    assert name not in reports
 
 
-def test_an_answer_may_refuse_a_delivery(run_test: Callable[[str], str]) -> None:
-    body = "put('say')\ndriver.answer_with(lambda delivery: Permanent('no such user'))\n"
-    assert "1 passed" in run_test(f"{body}with driver.expect_failed(match='no such user'):\n    driver.run_pass()")
+@pytest.mark.parametrize("name", UNEXPECTED)
+def test_another_exception_than_the_expected_one_makes_the_test_red(reports: Mapping[str, str], name: str) -> None:
+    assert "1 attempt raised an exception." in reports[name]
+
+
+def test_an_expected_exception_that_no_handler_raises_makes_the_test_red(reports: Mapping[str, str]) -> None:
+    assert (
+        "expect_raised: a handler should have raised KeyError that matches 'absent', but none has"
+        in reports["none_raises"]
+    )
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_is_no_outcome_is_refused(reports: Mapping[str, str], name: str) -> None:
+    assert "TypeError: answer_with: return an Outcome such as Sent(), not " in reports[name]
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_expected_failures_raised_outcomes_and_refusals_are_no_bugs(reports: Mapping[str, str], name: str) -> None:
+    assert name not in reports
