@@ -14,10 +14,8 @@ import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import watch
-from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.message import FencingToken, Message, Permanent, Snooze, State, Transient
+from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy
@@ -26,7 +24,6 @@ from tests.support.cuts import cuts, spread
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, row_of, rows_of, settings_for
 from tests.support.proxy import Proxy, proxy_to
-from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -391,43 +388,6 @@ def test_handler_writes_with_the_completion_or_after_a_lease_check_happen_once(
         assert len(attempts_of(db, message_id)) == row.attempt_count - 1, cut
         retried_count += row.attempt_count == 2
     assert retried_count > 0
-
-
-def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
-    proxy: Proxy, db: psycopg.Connection
-) -> None:
-    message_id = 0
-    lease_before: object = None
-    link = WorkerConnection(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
-
-    def lease_end() -> object:
-        return db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view WHERE id = %s", [message_id]).fetchone()
-
-    async def ask() -> None:
-        try:
-            ((claimed_at,),) = db.execute("SELECT claimed_at FROM pgoutbox.message WHERE id = %s", [message_id])
-            token = FencingToken(message_id, 1, claimed_at)
-            held = await watch(link, [token], worker="worker-1", renewed_claims=[claimed_at], lease_seconds=600)
-        finally:
-            # Each run has its own event loop, and therefore its own connection.
-            await link.close()
-        assert held[message_id].in_lease
-
-    def play(name: str) -> None:
-        nonlocal message_id, lease_before
-        message_id = enqueue(db)
-        claim(db)
-        lease_before = lease_end()
-        asyncio.run(ask())
-
-    for cut in cuts(proxy, play):
-        assert cut.error is not None, cut
-        was_renewed = lease_end() != lease_before
-        assert not (was_renewed and cut.is_in_time), cut
-        assert was_renewed or not cut.is_too_late, cut
-        asyncio.run(ask())
-        row = row_of(db, message_id)
-        assert (row.state, row.attempt_count, lease_end() != lease_before) == ("sending", 1, True), cut
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
