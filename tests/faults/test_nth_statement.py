@@ -1,16 +1,12 @@
 """Tests a connection that is lost at any statement of an operation: before it, after it, or with its answer. The
 operation has happened completely or not at all, the caller learns when that is uncertain, and the operation can be
 repeated.
-
-Each scene runs repeatedly with the cut one statement later, until a run ends without reaching the cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count, islice, pairwise
 from typing import TYPE_CHECKING, Protocol, cast
 
 import psycopg
@@ -18,21 +14,19 @@ import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import watch
-from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.message import FencingToken, Message, Permanent, Snooze, State, Transient
+from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
+from tests.support.cuts import cuts, spread
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, row_of, rows_of, settings_for
-from tests.support.proxy import Moment, Proxy, proxy_to
-from tests.support.worker_sql import claim
+from tests.support.proxy import Proxy, proxy_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from pgoutbox import Enqueued
@@ -40,78 +34,6 @@ if TYPE_CHECKING:
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 MESSAGES_OF_A_BULK = 3
-_UNCUT_COUNT = 3  # On a busy machine a play may need a round of claims more: the shortest one counts.
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The place where a scene was cut, and the error that its player got."""
-
-    moment: Moment
-    number: int
-    is_last: bool
-    statement: str
-    error: psycopg.OperationalError | None
-
-    @property
-    def is_in_time(self) -> bool:
-        """Return whether the scene's last statement cannot have committed."""
-        return self.moment is Moment.BEFORE or not self.is_last
-
-    @property
-    def is_too_late(self) -> bool:
-        """Return whether its last statement, which commits, was certainly executed."""
-        return self.moment is Moment.REPLY_LOST and self.is_last
-
-
-def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = None) -> Iterator[Cut]:
-    """Play the scene without a cut to count its statements, then with a cut at each of them, in every way.
-
-    `play` gets a new name each time. In a long scene that repeats itself, at most `at_most` statements are cut: the
-    first and the last, where its transactions begin and end, and others in equal steps.
-    """
-    names = (f"uncut-{number}" for number in count())
-
-    def count_statements() -> int:
-        """Return the number of statements of the shortest of several plays without a cut."""
-        lengths = [len(proxy.statements)]
-        for name in islice(names, _UNCUT_COUNT):
-            play(name)
-            lengths.append(len(proxy.statements))
-        return min(end - begin for begin, end in pairwise(lengths))
-
-    statement_count = count_statements()
-    assert statement_count > 0
-    for moment in Moment:
-        for number in count(1) if at_most is None else spread(statement_count, at_most):
-            proxy.cut_at(number, moment)
-            begun_at = len(proxy.statements)
-            error = None
-            try:
-                play(f"{moment.name.lower()}-{number}")
-            except psycopg.OperationalError as lost:
-                error = lost
-            if not proxy.has_cut():
-                proxy.withdraw_cut()
-                if number <= 0.8 * statement_count:
-                    # The machine was busier at first, and each play took a round of claims more.
-                    statement_count = min(statement_count, count_statements())
-                # A pool works in the background, and may be slightly later than the last time.
-                assert (number > 0.8 * statement_count, error) == (True, None)
-                break
-            proxy.wait_for_cut()
-            yield Cut(moment, number, number == statement_count, proxy.statements[begun_at + number - 1], error)
-
-
-def spread(length: int, at_most: int) -> list[int]:
-    """Return this many of 1 to `length`: a quarter from each end, the others in equal steps between."""
-    end = at_most // 4
-    if length <= at_most:
-        return list(range(1, length + 1))
-    inside = length - 2 * end
-    steps = at_most - 2 * end
-    between = [end + 1 + inside * step // steps for step in range(steps)]
-    return [*range(1, end + 1), *between, *range(length - end + 1, length + 1)]
 
 
 @pytest.mark.parametrize("length", [1, 12, 13, 300])
@@ -466,43 +388,6 @@ def test_handler_writes_with_the_completion_or_after_a_lease_check_happen_once(
         assert len(attempts_of(db, message_id)) == row.attempt_count - 1, cut
         retried_count += row.attempt_count == 2
     assert retried_count > 0
-
-
-def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
-    proxy: Proxy, db: psycopg.Connection
-) -> None:
-    message_id = 0
-    lease_before: object = None
-    link = WorkerConnection(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
-
-    def lease_end() -> object:
-        return db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view WHERE id = %s", [message_id]).fetchone()
-
-    async def ask() -> None:
-        try:
-            ((claimed_at,),) = db.execute("SELECT claimed_at FROM pgoutbox.message WHERE id = %s", [message_id])
-            token = FencingToken(message_id, 1, claimed_at)
-            held = await watch(link, [token], worker="worker-1", renewed_claims=[claimed_at], lease_seconds=600)
-        finally:
-            # Each run has its own event loop, and therefore its own connection.
-            await link.close()
-        assert held[message_id].in_lease
-
-    def play(name: str) -> None:
-        nonlocal message_id, lease_before
-        message_id = enqueue(db)
-        claim(db)
-        lease_before = lease_end()
-        asyncio.run(ask())
-
-    for cut in cuts(proxy, play):
-        assert cut.error is not None, cut
-        was_renewed = lease_end() != lease_before
-        assert not (was_renewed and cut.is_in_time), cut
-        assert was_renewed or not cut.is_too_late, cut
-        asyncio.run(ask())
-        row = row_of(db, message_id)
-        assert (row.state, row.attempt_count, lease_end() != lease_before) == ("sending", 1, True), cut
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox import Outcome, Permanent, Sent, Skip, Snooze, Transient
+import pytest
+
+from pgoutbox import (
+    Context,
+    Failure,
+    Message,
+    Outbox,
+    Outcome,
+    Permanent,
+    RetryPolicy,
+    Sent,
+    Skip,
+    Snooze,
+    Transient,
+    Worker,
+)
+from pgoutbox.operations import Operator
 from tests.support.held import Held
-from tests.support.outbox_actions import enqueue, rows_of, running
+from tests.support.messages import LARGE
+from tests.support.outbox_actions import enqueue, rows_of, running, settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -56,3 +75,56 @@ async def test_a_late_outcome_of_an_old_attempt_changes_nothing(dsn: str, db: ps
         await until(lambda: [own[row.id] for row in rows_of(db, *own) if row.state == "sending"] == ["released"])
     assert stale() == before
     assert {own[row.id]: row.state for row in rows_of(db, *own)} == WRITTEN
+
+
+@pytest.mark.parametrize("deletes", [False, True], ids=["kept", "deleted as they are sent"])
+async def test_an_attempt_that_a_failover_lost_does_not_touch_the_new_message_with_its_id(
+    dsn: str, db: psycopg.Connection, deletes: bool
+) -> None:
+    if deletes:
+        Operator(db).set_retention("*", "sent", timedelta())
+    endings: list[Outcome] = [outcome for outcome in OUTCOMES.values() if outcome is not None]
+    begun: dict[str, dict[int, object]] = {"old": {}, "new": {}}
+    may_end = {name: asyncio.Event() for name in begun}
+    told: list[int] = []
+    text = 10 * LARGE["text"]  # A claim leaves it out.
+
+    def worker_of(name: str, queue: str, slots: int) -> Worker:
+        outbox = Outbox(settings_for(dsn, concurrency=slots, batch_size=len(endings) + 1))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+        async def greet(message: Message, ctx: Context) -> Outcome:
+            begun[name][message.id] = message.payload
+            await may_end[name].wait()
+            return endings[message.id % len(endings)] if name == "old" else Sent()
+
+        @outbox.on_failed("greet")
+        async def tell(message: Message[Failure], ctx: Context) -> None:
+            told.append(message.payload.message_id)
+
+        return Worker(outbox, queues=[queue])
+
+    def all_rows() -> list[tuple[object, ...]]:
+        return db.execute("SELECT * FROM pgoutbox.message ORDER BY id").fetchall()
+
+    old, new = worker_of("old", "default", len(endings)), worker_of("new", "other", len(endings) + 1)
+    async with running(old):
+        # One more than there are slots: its payload has not been read yet.
+        ids = [enqueue(db, payload={"of": "old", "text": text}) for _ in range(len(endings) + 1)]
+        await until(lambda: len(begun["old"]) == len(endings) and {row.state for row in rows_of(db)} == {"sending"})
+        with db.transaction():  # The new primary has never had these messages.
+            db.execute("DELETE FROM pgoutbox.message_live")
+            db.execute("DELETE FROM pgoutbox.claim")
+            db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [ids[0]])
+            assert [enqueue(db, payload={"of": "new", "text": text}, queue="other") for _ in ids] == ids
+        async with running(new):
+            await until(lambda: len(begun["new"]) == len(ids))
+            before = all_rows()
+            may_end["old"].set()
+            await until(lambda: old.status().in_flight == 0)
+            assert all_rows() == before
+            may_end["new"].set()
+            await until(lambda: {row.state for row in rows_of(db)} == (set() if deletes else {"sent"}))
+    assert begun["new"] == {message_id: {"of": "new", "text": text} for message_id in ids}
+    assert len(begun["old"]) == len(endings)
+    assert told == []

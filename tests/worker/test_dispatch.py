@@ -17,12 +17,8 @@ from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import (
     Message,
     Outcome,
-    Postponed,
-    ReasonCode,
     Sent,
     Skip,
-    Transient,
-    Unavailable,
 )
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pgoutbox.handlers import OnUnknown
-    from pgoutbox.transports import Content, Transport
 
 
 class Greeting(BaseModel):
@@ -42,27 +37,6 @@ class Greeting(BaseModel):
 
     name: str
     age: int = 0
-
-
-class Card:
-    """An example content."""
-
-    scheme = "post"
-
-
-class Post:
-    """A transport that records its contents."""
-
-    schemes = ("post",)
-
-    def __init__(self) -> None:
-        self.sent: list[Content] = []
-
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        self.sent.append(content)
-        return Transient("strike")
-
-    async def aclose(self) -> None: ...
 
 
 def handler_of(
@@ -95,16 +69,10 @@ async def hold(attempt: Attempt) -> None:
 
 
 @pytest.fixture
-def post() -> Post:
-    """Return a transport of scheme `post`."""
-    return Post()
-
-
-@pytest.fixture
-def dispatcher(post: Post) -> Iterator[Dispatcher]:
-    """Return a dispatcher with that transport and one thread."""
+def dispatcher() -> Iterator[Dispatcher]:
+    """Return a dispatcher without transports, with one thread."""
     with AttemptThreads(1) as threads:
-        yield Dispatcher({"post": cast("Transport", post)}, threads)
+        yield Dispatcher({}, threads)
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
@@ -162,82 +130,6 @@ async def test_a_handler_gets_its_payload_as_the_model(dispatcher: Dispatcher) -
     assert seen == [Greeting(name="Ann")]
 
 
-async def test_a_payload_that_does_not_match_the_model_waits_for_another_worker(dispatcher: Dispatcher) -> None:
-    async def greet(message: Message[Greeting], ctx: Context) -> None:
-        raise AssertionError("never runs")
-
-    message = message_of({"name": "s3cret", "age": "s3cret"})
-    outcome = await outcome_of(dispatcher, handler_of(greet, model=Greeting), message)
-    assert isinstance(outcome, Postponed)
-    assert outcome.code is ReasonCode.UNREADABLE
-    assert "payload.age" in str(outcome.reason)
-    assert "s3cret" not in str(outcome.reason)
-
-
-async def test_in_a_batch_only_the_message_with_the_unreadable_payload_waits(dispatcher: Dispatcher) -> None:
-    async def greet(messages: list[Message[Greeting]], contexts: list[Context]) -> list[Outcome]:
-        return [Skip(message.payload.name) for message in messages]
-
-    handler = handler_of(greet, model=Greeting, max_size=10)
-    messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
-    attempts = [
-        Attempt(message, handler, Claim(datetime(2024, 1, 1, tzinfo=UTC)), elapsed_clock(), hold)
-        for message in messages
-    ]
-    first, second, third = await dispatcher.run_batch(attempts)
-    assert isinstance(first, Skip)
-    assert isinstance(second, Postponed)
-    assert isinstance(third, Skip)
-    assert (first.reason, third.reason) == ("Ann", "Bo")
-
-
-# --- delivery ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("destination", [None, "post:box-7", "POST:box-7"])
-async def test_a_content_is_sent_by_the_transport_of_its_scheme(
-    dispatcher: Dispatcher, post: Post, destination: str | None
-) -> None:
-    async def greet(message: Message, ctx: Context) -> Card:
-        return Card()
-
-    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination=destination))
-    assert isinstance(outcome, Transient)
-    assert outcome.error == "strike"
-    assert len(post.sent) == 1
-
-
-async def test_the_destination_takes_precedence_over_the_content(dispatcher: Dispatcher, post: Post) -> None:
-    async def greet(message: Message, ctx: Context) -> Card:
-        return Card()
-
-    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination="fax:1"))
-    assert isinstance(outcome, Unavailable), "settings can be fixed, and then the message is sent"
-    assert "'fax'" in outcome.error
-    assert "it has: post" in outcome.error
-    assert post.sent == []
-
-
-@pytest.mark.parametrize(
-    ("destination", "hint"),
-    [
-        ("mailto:a@example.org", "; set PGOUTBOX_SMTP_HOST or PGOUTBOX_SENDMAIL"),
-        ("https://a.test", "; pip install 'pgoutbox[webhook]'"),
-        ("http://a.test", "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP"),
-        ("fax:1", ""),
-    ],
-)
-async def test_a_missing_transport_is_named_with_its_remedy(
-    dispatcher: Dispatcher, destination: str, hint: str
-) -> None:
-    async def greet(message: Message, ctx: Context) -> Card:
-        return Card()
-
-    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination=destination))
-    assert isinstance(outcome, Unavailable)
-    assert outcome.error.endswith(f"(it has: post){hint}")
-
-
 async def test_a_sync_handler_runs_in_a_thread_that_is_reported(dispatcher: Dispatcher) -> None:
     threads: list[Future[object]] = []
 
@@ -268,15 +160,6 @@ async def test_a_cancellation_by_the_worker_passes_through(dispatcher: Dispatche
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_a_raised_outcome_wins_over_the_permanent_list(
-    dispatcher: Dispatcher,
-) -> None:
-    async def greet(message: Message, ctx: Context) -> None:
-        raise Transient("busy")
-
-    assert isinstance(await outcome_of(dispatcher, handler_of(greet, permanent=(Exception,)), message_of()), Transient)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -125,36 +125,6 @@ async def test_a_turn_creates_partitions_and_applies_the_rules(
     assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.maintenance_run").fetchall() == [("a", True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("guarded", [True, False])
-async def test_one_of_many_workers_has_the_turn(
-    member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, guarded: bool
-) -> None:
-    if not guarded:
-        guard = "    WHERE u.due_at <= clock_timestamp() OR u.began_at > clock_timestamp()\n"
-        assert sql.BEGIN_MAINTENANCE_IF_DUE.count(guard) == 1
-        monkeypatch.setattr(sql, "BEGIN_MAINTENANCE_IF_DUE", sql.BEGIN_MAINTENANCE_IF_DUE.replace(guard, ""))
-    fleet = [member(f"w{number}") for number in range(5)]
-    for _ in range(2):
-        had = await asyncio.gather(*(one.maintenance.turn() for one in fleet))
-        assert sum(had) == (1 if guarded else 5)
-        if guarded:
-            make_due(db)
-
-
-async def test_a_worker_that_died_in_its_turn_blocks_no_other(
-    member: Callable[..., Member], db: psycopg.Connection
-) -> None:
-    keep(db)
-    name = add_partition(db, 40)
-    assert await member("dead").store.begin_maintenance_if_due(interval_seconds=INTERVAL_SECONDS) is not None
-    heir = member("heir")
-    assert not await heir.maintenance.turn()
-    make_due(db)
-    assert await heir.maintenance.turn()
-    assert name not in tables_of_partitions(db)
-
-
 async def test_a_turn_deletes_the_requests_of_messages_that_have_ended(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
@@ -215,33 +185,6 @@ async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Membe
     assert await one.maintenance.turn()
     assert (one.count_of(LogEvent.MAINTENANCE_FAILED), one.count_of(LogEvent.MAINTENANCE_BACK)) == (1, 1)
     assert partitions_of(db)
-
-
-async def test_a_long_statement_is_cancelled_when_the_worker_stops(
-    member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_STOP_SECONDS", 0.2)
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
-    Operator(db).set_retention("*", "failed", DAY)
-    put(db, State.FAILED, age=2 * DAY)
-    db.execute("CREATE FUNCTION public.linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(600); END'")
-    db.execute(
-        "CREATE TRIGGER linger BEFORE DELETE ON pgoutbox.message_failed FOR EACH ROW EXECUTE FUNCTION public.linger()"
-    )
-
-    def is_deleting() -> bool:
-        return bool(
-            db.execute(
-                "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'active'"
-                " AND application_name = 'pgoutbox maintenance' AND wait_event = 'PgSleep'"
-            ).fetchall()
-        )
-
-    one = member()
-    async with one.maintenance:
-        await until(is_deleting)
-    assert not is_deleting()
-    assert len(rows_of(db)) == 1
 
 
 async def test_the_next_turn_is_due_slightly_before_the_interval_ends(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from tests.conftest import Connect
 
 HOUR = 3600.0
 LATE = "UPDATE pgoutbox.message SET available_at = now() - interval '2 minutes' WHERE state = 'pending'"
@@ -118,16 +117,6 @@ async def test_a_worker_and_the_last_run_report_their_version_and_slots(dsn: str
     assert db.execute(query).fetchall() == [(__version__, 9, True)]
 
 
-async def test_a_worker_that_died_is_ignored_after_three_minutes_and_then_deleted(
-    db: psycopg.Connection, reporter: Callable[..., Reporter]
-) -> None:
-    await reporter("dead").warnings()
-    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes'")
-    assert db.execute("SELECT FROM pgoutbox.worker_view").fetchall() == []
-    await reporter("b").warnings()
-    assert names(db) == ["b"]
-
-
 async def test_the_last_run_is_not_deleted_and_serves_nothing(
     dsn: str, db: psycopg.Connection, reporter: Callable[..., Reporter]
 ) -> None:
@@ -154,18 +143,6 @@ async def test_a_worker_that_was_suspended_reports_again(
     await b.warnings()
     rows = db.execute("SELECT name, now() - started_at > interval '1 hour' FROM pgoutbox.worker_view ORDER BY 1")
     assert rows.fetchall() == [("a", True), ("b", False)]
-
-
-async def test_a_report_waits_for_no_row_of_another_worker(
-    db: psycopg.Connection, connect: Connect, reporter: Callable[..., Reporter]
-) -> None:
-    await reporter("locked").warnings()
-    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour'")
-    other = connect()
-    other.execute("SELECT FROM pgoutbox.worker FOR UPDATE")
-    await reporter("b").warnings()
-    other.rollback()
-    assert names(db) == ["b", "locked"]
 
 
 @pytest.mark.usefixtures("at_once")
@@ -229,16 +206,6 @@ async def test_a_handler_of_another_worker_counts_only_in_the_queues_that_it_ser
     assert await reporter("a", ("critical",), defined=("bulk",)).warnings() == count
 
 
-async def test_a_dead_worker_serves_nothing(db: psycopg.Connection, reporter: Callable[..., Reporter]) -> None:
-    enqueue(db, queue="bulk")
-    db.execute(LATE)
-    await reporter("other", ("bulk",)).warnings()
-    a = reporter("a", ("critical",), defined=("bulk",))
-    assert await a.warnings() == 0
-    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes' WHERE name = 'other'")
-    assert await a.warnings() == 1
-
-
 @pytest.mark.parametrize("lane", ["fresh", "retries", "ordered"])
 async def test_late_messages_of_every_lane_are_found_and_others_are_not(
     db: psycopg.Connection, reporter: Callable[..., Reporter], lane: str
@@ -268,20 +235,6 @@ async def test_the_first_report_does_not_judge_messages(
     a = reporter()
     await a.presence.report(is_first=True)
     assert a.telemetry.counts[LogEvent.MESSAGES_UNCLAIMED] == 0
-
-
-async def test_a_warning_is_repeated_after_an_hour_and_after_a_repair(
-    db: psycopg.Connection, reporter: Callable[..., Reporter]
-) -> None:
-    enqueue(db, "mail.lost")
-    db.execute(LATE)
-    a = reporter()
-    assert [await a.warnings(after=seconds) for seconds in (0, 60, HOUR - 61, 1, 60)] == [1, 0, 0, 1, 0]
-    db.execute("DELETE FROM pgoutbox.message")
-    assert await a.warnings() == 0
-    enqueue(db, "mail.lost")
-    db.execute(LATE)
-    assert await a.warnings() == 1
 
 
 # --- open breakers ----------------------------------------------------------------------------------------------------
