@@ -6,7 +6,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox.message import State
+from pgoutbox import State
 from pgoutbox.operations import Operator
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, rows_of, state_of

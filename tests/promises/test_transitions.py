@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgoutbox import Outcome, Permanent, Sent, Skip, Transient
-from pgoutbox.message import TRANSITIONS
 from pgoutbox.operations import Operator
 from tests.support.held import Held, delivered_once
 from tests.support.outbox_actions import begin, cancel, enqueue, expire, lapse, redrive, rows_of, running
@@ -14,6 +13,13 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import psycopg
 
+# As docs/explanation/lifecycle.md has them.
+TRANSITIONS = {
+    "pending": ("sending", "cancelled", "skipped"),
+    "sending": ("pending", "sending", "sent", "skipped", "failed", "cancelled"),
+    "failed": ("pending", "skipped"),
+    "cancelled": ("pending",),
+}
 NOTE_TRANSITIONS = """
     CREATE TABLE public.seen (before text, after text);
     CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
