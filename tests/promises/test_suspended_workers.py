@@ -94,9 +94,7 @@ def test_a_handler_whose_process_was_suspended_before_its_thread_began_does_not_
     message_id = enqueue(db, topic)
     begun = tmp_path / "begun"
     environment = {"BEGUN": str(begun)}
-    suspended = start_worker(
-        LATE_THREAD, "--drain", environment=environment, worker_name="slow", lease_seconds="1"
-    )
+    suspended = start_worker(LATE_THREAD, "--drain", environment=environment, worker_name="slow", lease_seconds="1")
     lapsed = "SELECT lease_expires_at < now() FROM pgoutbox.in_flight_view"
     wait_until(lambda: db.execute(lapsed).fetchone() == (True,), lambda: suspended.log)
     other = start_worker(LATE_THREAD, "--drain", environment=environment)

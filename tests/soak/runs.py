@@ -46,7 +46,19 @@ BEGIN
 END
 $function$;
 CREATE TRIGGER soak_refuse BEFORE INSERT ON pgoutbox.message_done FOR EACH ROW
-    WHEN (NEW.state = 'sent') EXECUTE FUNCTION soak_refuse()
+    WHEN (NEW.state = 'sent') EXECUTE FUNCTION soak_refuse();
+
+-- The attempts that handed their message over and ended as failed: their worker stopped while their finish was refused.
+CREATE VIEW soak_given_up AS
+SELECT a.message_id, a.attempt_count
+FROM soak_attempt AS a
+WHERE a.outcome = 'failed'
+    AND a.error = 'it was handed over and ended sent, which the database refused to write (23514)'
+    AND EXISTS (
+        SELECT
+        FROM soak_refusal AS r
+        WHERE a.message_id % r.modulus = r.remainder AND r.from_at <= a.ended_at
+    )
 """
 _REFUSALS: Final = """
 SELECT

@@ -713,6 +713,35 @@ def test_only_a_lost_attempt_may_begin_beside_the_next_one(
     assert handlers.broken & {TWICE_AT_ONCE} == expected
 
 
+@pytest.mark.parametrize("is_redriven", [False, True], ids=["failed", "sent after a redrive"])
+@pytest.mark.parametrize(
+    ("modulus", "error", "is_excused"),
+    [
+        (7, "it was handed over and ended sent, which the database refused to write (23514)", True),
+        (7, "Permanent: no such user", False),
+        (5, "it was handed over and ended sent, which the database refused to write (23514)", False),
+    ],
+    ids=["refused", "failed by its handler", "others are refused"],
+)
+def test_a_stopping_worker_may_fail_a_message_whose_finish_was_refused(
+    handlers: Handlers, modulus: int, error: str, is_excused: bool, is_redriven: bool
+) -> None:
+    handlers.connection.execute("INSERT INTO soak_refusal VALUES (%s, 0, to_timestamp(99))", [modulus])
+    handlers.message(21, topic="soak.async", state="failed", attempt_count=1)
+    handlers.ran(21, 1, "p", 101.0, 101.5)
+    handlers.ended(21, 1, "failed")
+    handlers.connection.execute("UPDATE soak_attempt SET error = %s WHERE message_id = 21", [error])
+    expected = {"handed over by an attempt that neither sent nor was lost"}
+    if is_redriven:
+        handlers.ran(21, 2, "q", 102.0, 102.5)
+        handlers.connection.execute("SET session_replication_role = 'replica'")
+        handlers.connection.execute("UPDATE pgoutbox.message SET state = 'sent', attempt_count = 2 WHERE id = 21")
+        handlers.connection.execute("SET session_replication_role = 'origin'")
+    else:
+        expected.add("failed though its plan was to succeed")
+    assert handlers.broken == (set() if is_excused else expected)
+
+
 def test_the_trigger_refuses_exactly_the_chosen_finishes(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))

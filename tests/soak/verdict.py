@@ -48,7 +48,11 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
     "failed though its plan was to succeed": """
         SELECT m.id
         FROM pgoutbox.message AS m
-        WHERE m.state = 'failed' AND m.payload #>> '{plan,-1}' <> 'permanent'
+        WHERE m.state = 'failed'
+            AND m.payload #>> '{plan,-1}' <> 'permanent'
+            AND NOT EXISTS (
+                SELECT FROM soak_given_up AS g WHERE g.message_id = m.id AND g.attempt_count = m.attempt_count
+            )
     """,
     "sent though its plan was to fail": """
         SELECT m.id
@@ -250,6 +254,7 @@ def _by_order(
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
     # A failover assigns numbers twice, so such hand-overs are judged by their process.
     uncertain = set(connection.execute(_UNCERTAIN))
+    given_up = set(connection.execute("SELECT message_id, attempt_count FROM soak_given_up"))
     continued = connection.execute(CONTINUED).fetchall()
     unproven = _unproven(entries, messages.values(), uncertain_keys, continued)
     unfenced: list[int] = []
@@ -262,7 +267,8 @@ def _by_order(
         # Without a row it is counted as rolled back, but delivered.
         if row is None or (row.id, hand_over.attempt_count) in uncertain or hand_over.key in uncertain_keys:
             continue
-        if row.state != "sent" or hand_over.attempt_count != row.attempt_count:
+        is_last = row.state == "sent" and hand_over.attempt_count == row.attempt_count
+        if not is_last and (row.id, hand_over.attempt_count) not in given_up:
             unfenced.append(row.id)
         if row.coalesce_key is not None:
             place = (row.topic, row.coalesce_key)
