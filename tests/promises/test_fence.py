@@ -32,7 +32,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import psycopg
 
-# Whatever has happened to the message, its row differs from the attempt in one of these.
+# What may have happened to the row of an attempt: the fence has a condition for each.
 CHANGES: Final = {
     "unchanged": "attempts = attempts",
     "of another worker": "worker = 'another'",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.outbox_actions import Options, begin, enqueue
+from pgoutbox import Context, Message, Outbox, Worker
+from tests.support.outbox_actions import Options, attempts_of, begin, cancel, enqueue, running, settings_for
 from tests.support.proxy import proxy_to
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
     import psycopg
@@ -38,22 +41,6 @@ APPLICATION = """
                 return Permanent("no such user")
             case "skip":
                 return Skip("not needed")
-"""
-
-# Its handler waits for the file that the payload names.
-NAMED = """
-    import asyncio
-    import os
-
-    from pgoutbox import Outbox
-
-    outbox = Outbox()
-
-
-    @outbox.handler("greet")
-    async def handle(message, ctx):
-        while not os.path.exists(os.path.join(os.environ["GO_ON"], message.payload)):
-            await asyncio.sleep(0.05)
 """
 
 # No sweep comes within the patience of a test, and no lease ends, for which an idle worker polls too.
@@ -151,30 +138,51 @@ def test_a_newer_message_of_a_coalesce_key_begins_when_the_attempt_of_the_older_
     wait_until(lambda: state_of(db, newer) == "sent", lambda: worker.log)
 
 
+@pytest.mark.parametrize("is_transactional", [False, True], ids=["plain", "transactional"])
 @pytest.mark.parametrize(
     "place",
     [Options(queue="last", coalesce_key="k"), Options(queue="last", ordering_key="k")],
     ids=["coalesce", "ordering"],
 )
-def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_is_full(
-    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path, place: Options
+async def test_the_next_message_begins_in_another_worker_while_that_of_the_first_one_is_full(
+    dsn: str, db: psycopg.Connection, place: Options, is_transactional: bool
 ) -> None:
     """The slot that the first message leaves goes to another queue, which comes first."""
-    environment = {"GO_ON": str(tmp_path)}
-    first = enqueue(db, "greet", "first", **place)
-    left = enqueue(db, payload="", queue="last")  # It waits for the slot, until its worker leaves it to the other one.
-    busy = start_worker(
-        NAMED, "--queue", "next", "--queue", "last", environment=environment, concurrency="1", **SETTINGS
-    )
-    wait_until(lambda: state_of(db, first) == "sending", lambda: busy.log)
-    other = enqueue(db, payload="other", queue="next")
-    idle = start_worker(NAMED, "--queue", "last", environment=environment, **SETTINGS)
-    wait_until(lambda: state_of(db, left) == "sent", lambda: idle.log)
-    wait_until(lambda: idle_count(db) == 1, lambda: idle.log)
-    second = enqueue(db, "greet", "", **(place | {"notify": False}))
-    (tmp_path / "first").touch()
-    wait_until(lambda: state_of(db, second) == "sent", lambda: idle.log)
-    assert state_of(db, other) == "sending"
+    begun: list[tuple[str, int]] = []
+    ends: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def worker(name: str, *queues: str, poll_interval_seconds: float) -> Worker:
+        # Its search for due messages finds those that nobody has told it of.
+        settings = settings_for(dsn, concurrency=1, poll_interval_seconds=poll_interval_seconds, lease_seconds=3600)
+        outbox = Outbox(settings)
+
+        @outbox.handler("greet", transactional=is_transactional)
+        async def greet(message: Message, ctx: Context) -> None:
+            begun.append((name, message.id))
+            await ends[message.id].wait()
+
+        return Worker(outbox, queues=queues)
+
+    zeroth = enqueue(db, queue="last")
+    left = enqueue(db, queue="last")
+    busy = worker("busy", "next", "last", poll_interval_seconds=0.1)
+    async with running(busy):
+        # It leaves a message that has waited for its slot for long, and from now on claims for free slots only.
+        await until(lambda: [outcome for _, outcome, _ in attempts_of(db, left)] == ["released"])
+        cancel(db, left)
+        first = enqueue(db, **place)
+        ends[zeroth].set()
+        await until(lambda: begun == [("busy", zeroth), ("busy", first)])
+        other = enqueue(db, queue="next")
+        async with running(worker("idle", "last", poll_interval_seconds=3600)):
+            await until(lambda: idle_count(db) == 1)
+            second = enqueue(db, **(place | {"notify": False}))
+            await until(lambda: busy.status().polled_seconds_ago > 0.1)  # So its next claim also reads the other queue.
+            ends[first].set()
+            await until(lambda: len(begun) == 4)
+            assert set(begun[2:]) == {("busy", other), ("idle", second)}
+            for message_id in (other, second):
+                ends[message_id].set()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 from tests.support.outbox_actions import attempts_of, enqueue, row_of
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import psycopg
 
     from tests.promises.conftest import StartWorker
@@ -51,6 +51,7 @@ WITHOUT_FILES = """
     import asyncio
     import os
     import resource
+    import signal
 
     from pgoutbox import Outbox
 
@@ -68,23 +69,20 @@ WITHOUT_FILES = """
 
     @outbox.handler("greet")
     async def greet(message, ctx):
+        told = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
         allow(0)
-        while not os.path.exists(os.environ["GATE"]):
-            await asyncio.sleep(0.01)
+        await told.wait()
 """
 
 
-def test_a_worker_that_can_open_no_file_renews_its_leases(
-    db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    environment = {"GATE": str(gate)}
+def test_a_worker_that_can_open_no_file_renews_its_leases(db: psycopg.Connection, start_worker: StartWorker) -> None:
     message_id = enqueue(db)
-    worker = start_worker(WITHOUT_FILES, environment=environment, lease_seconds="1")
+    worker = start_worker(WITHOUT_FILES, lease_seconds="1")
     renewed = "SELECT lease_expires_at > claimed_at + interval '2 s' FROM pgoutbox.in_flight_view"
     wait_until(lambda: db.execute(renewed).fetchone() == (True,), lambda: worker.log)
-    assert start_worker(WITHOUT_FILES, "--once", environment=environment).wait() == 0
-    gate.touch()
+    assert start_worker(WITHOUT_FILES, "--once").wait() == 0
+    os.kill(worker.pid, signal.SIGUSR1)
     wait_until(lambda: row_of(db, message_id).state == "sent", lambda: worker.log)
     assert row_of(db, message_id).attempt_count == 1
 
