@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from pgoutbox import Context, Message, Outbox, RetryPolicy
+from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext
 
 outbox = Outbox()
 CONCURRENCY = int(os.environ.get("PGOUTBOX_CONCURRENCY", "50"))
@@ -15,6 +15,11 @@ _all_sessions_open = asyncio.Barrier(CONCURRENCY)
 @outbox.handler("budget.plain")
 async def plain(message: Message, context: Context) -> None:
     """Deliver."""
+
+
+@outbox.handler("budget.sync")
+def plain_sync(message: Message, context: SyncContext) -> None:
+    """Deliver, in a thread, whose own calls are not counted."""
 
 
 @outbox.handler("budget.retry", retry=RetryPolicy.steps(0, jitter=0))
