@@ -86,17 +86,20 @@ class Turns:
     def record(self, counts: Mapping[str, int]) -> None:
         """Note how many messages a claim has found, in its order. The first queue with messages pays for all with some.
 
-        An empty queue saves no credit: it would displace the others later, and its share would be nobody's now.
+        An empty queue saves no credit: it would displace the others later, and its share would be nobody's now. Nor
+        does a claim without messages give any: nobody would pay for it.
         """
         if not self._has_weights:
             return
-        for name, weight in self._weights.items():
-            self._credits[name] += weight
+        payer = next((name for name, count in counts.items() if count), None)
+        if payer is not None:
+            for name, weight in self._weights.items():
+                self._credits[name] += weight
         for name, count in counts.items():
             if count:
                 self._idle.discard(name)
             else:
                 self._idle.add(name)
                 self._credits[name] = 0
-        if payer := next((name for name, count in counts.items() if count), None):
+        if payer is not None:
             self._credits[payer] -= sum(w for name, w in self._weights.items() if name not in self._idle)
