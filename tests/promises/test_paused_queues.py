@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pgoutbox import Sent
 from pgoutbox.operations import Operator
 from tests.support.held import Held
 from tests.support.outbox_actions import begin, cancel, enqueue, expire, lapse, running, state_of
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle, until_polled
 
 if TYPE_CHECKING:
     import psycopg
@@ -44,3 +46,22 @@ async def test_nothing_begins_in_a_paused_queue_until_it_is_resumed(dsn: str, db
         assert held.begun == []
         Operator(db).resume("default")
         await until(lambda: all(state_of(db, message_id) == "sent" for message_id in (*waiting.values(), newer)))
+
+
+@pytest.mark.parametrize("others", [0, 10])
+async def test_a_lapsed_suspect_begins_as_soon_as_its_queue_is_resumed(
+    dsn: str, db: psycopg.Connection, others: int
+) -> None:
+    suspect = enqueue(db, max_attempts=2)
+    begin(db, suspect)
+    lapse(db, suspect)
+    Operator(db).pause("default")
+    held = Held(dsn)
+    async with running(held.worker):
+        await until_idle(held.worker)
+        for message_id in [enqueue(db) for _ in range(others)]:
+            held.end(message_id, Sent())
+        await until_polled(held.worker, db)  # It has looked at lapsed attempts within the last second.
+        Operator(db).resume("default")
+        await held.until_begun(suspect, attempt_count=2)
+        held.end(suspect, Sent())
