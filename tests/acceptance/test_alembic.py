@@ -39,8 +39,10 @@ BEFORE, NOW = zip(*re.findall(r"^\| `(alembic .*)` \| `(alembic .*)` \|$", PAGE.
 (DEPENDENCY,) = re.findall(r"`depends_on = (.*)`", PAGE.read_text())
 MODELS: Final = "from sqlalchemy import Column, MetaData, Table, Text\n\nmetadata = MetaData()\n"
 
+# Autovacuum may wait too.
 WAITING: Final = """
-SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND wait_event_type = 'Lock' AND backend_type = 'client backend'
 """
 
 # A command of Alembic takes a second, mostly for its imports, so the processes are forked from one that has done them.
@@ -124,7 +126,10 @@ class Project:
         with psycopg.connect(self.dsn) as gate, psycopg.connect(self.dsn, autocommit=True) as observer:
             gate.execute("LOCK TABLE pg_catalog.pg_class IN SHARE MODE")  # Nobody can create a table.
             processes = [self.start("alembic upgrade heads", file, file) for file in files]
-            wait_until(lambda: observer.execute(WAITING).fetchone() == (3,), lambda: "not all of them wait")
+            wait_until(
+                lambda: observer.execute(WAITING).fetchone() == (3,),
+                lambda: f"not all of them wait: {[file.read_text() for file in files]}",
+            )
             gate.rollback()
             for process in processes:
                 process.join()
