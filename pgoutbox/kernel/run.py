@@ -904,18 +904,18 @@ class Run(Generic[E]):
         self._due_at = None if is_news else math.inf if due is None else _now() + due + later
 
     def _note_queues(self, rows: Sequence[Row]) -> tuple[float | None, bool]:
-        """Note what the queues have. Return the seconds to the next due time, and whether all is to be read again."""
+        """Note what the queues have. Return the seconds to the next due time, and whether there are new lanes."""
         self._surveyed_at = _now()
         due = self._next_due(rows)
         limited = {row[0] for row in rows if row[_PERMIT_SECONDS] is not None}
-        are_free_again = bool(self._limited - limited)
-        self._is_lapsed_wanted |= are_free_again  # Their suspects have lapsed before, and may begin now.
+        if not self._limited <= limited:
+            self.sweep()  # A queue is free again: its suspects have lapsed before, and may begin now.
         self._limited = limited
         probes = [row[_PROBE_SECONDS] for row in rows if row[_PROBE_SECONDS] is not None]
         self._probe_at = self._surveyed_at + min(probes, default=math.inf)
         has_keys = {row[0]: row[1] for row in rows}
         news = [lane.note_keys(has_keys=has_keys[lane.queue]) for lane in self._lanes if isinstance(lane, OrderedLane)]
-        return due, any(news) or are_free_again
+        return due, any(news)
 
 
 def _now() -> float:

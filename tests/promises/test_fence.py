@@ -32,7 +32,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import psycopg
 
-# What may have happened to the row of an attempt: the fence has a condition for each.
+# Each change of an attempt's row but the first one breaks a condition of the fence.
 CHANGES: Final = {
     "unchanged": "attempts = attempts",
     "of another worker": "worker = 'another'",

@@ -48,20 +48,29 @@ async def test_nothing_begins_in_a_paused_queue_until_it_is_resumed(dsn: str, db
         await until(lambda: all(state_of(db, message_id) == "sent" for message_id in (*waiting.values(), newer)))
 
 
-@pytest.mark.parametrize("others", [0, 10])
-async def test_a_lapsed_suspect_begins_as_soon_as_its_queue_is_resumed(
-    dsn: str, db: psycopg.Connection, others: int
+@pytest.mark.parametrize("other_count", [0, 10])
+@pytest.mark.parametrize("limit", ["pause", "max_in_flight"])
+async def test_a_lapsed_suspect_begins_as_soon_as_its_queue_is_free_again(
+    dsn: str, db: psycopg.Connection, limit: str, other_count: int
 ) -> None:
-    suspect = enqueue(db, max_attempts=2)
+    suspect, running_elsewhere = (enqueue(db, max_attempts=2) for _ in range(2))
     begin(db, suspect)
+    begin(db, running_elsewhere)
     lapse(db, suspect)
-    Operator(db).pause("default")
+    operator = Operator(db)
+    if limit == "pause":
+        operator.pause("default")
+    else:
+        operator.limit_in_flight("default", 1)
     held = Held(dsn)
     async with running(held.worker):
         await until_idle(held.worker)
-        for message_id in [enqueue(db) for _ in range(others)]:
+        for message_id in [enqueue(db) for _ in range(other_count)]:
             held.end(message_id, Sent())
         await until_polled(held.worker, db)  # It has looked at lapsed attempts within the last second.
-        Operator(db).resume("default")
+        if limit == "pause":
+            operator.resume("default")
+        else:
+            operator.limit_in_flight("default", None)
         await held.until_begun(suspect, attempt_count=2)
         held.end(suspect, Sent())

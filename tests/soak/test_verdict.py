@@ -713,20 +713,24 @@ def test_only_a_lost_attempt_may_begin_beside_the_next_one(
     assert handlers.broken & {TWICE_AT_ONCE} == expected
 
 
+GIVEN_UP = "it was handed over and ended sent, which the database refused to write (23514)"
+
+
 @pytest.mark.parametrize("is_redriven", [False, True], ids=["failed", "sent after a redrive"])
 @pytest.mark.parametrize(
-    ("modulus", "error", "is_excused"),
+    ("modulus", "refused_from", "error", "is_excused"),
     [
-        (7, "it was handed over and ended sent, which the database refused to write (23514)", True),
-        (7, "Permanent: no such user", False),
-        (5, "it was handed over and ended sent, which the database refused to write (23514)", False),
+        (7, "epoch", GIVEN_UP, True),
+        (7, "epoch", "Permanent: no such user", False),
+        (5, "epoch", GIVEN_UP, False),
+        (7, "infinity", GIVEN_UP, False),
     ],
-    ids=["refused", "failed by its handler", "others are refused"],
+    ids=["refused", "failed by its handler", "others are refused", "refused later"],
 )
 def test_a_stopping_worker_may_fail_a_message_whose_finish_was_refused(
-    handlers: Handlers, modulus: int, error: str, is_excused: bool, is_redriven: bool
+    handlers: Handlers, modulus: int, refused_from: str, error: str, is_excused: bool, is_redriven: bool
 ) -> None:
-    handlers.connection.execute("INSERT INTO soak_refusal VALUES (%s, 0, to_timestamp(99))", [modulus])
+    handlers.connection.execute("INSERT INTO soak_refusal VALUES (%s, 0, %s::timestamptz)", [modulus, refused_from])
     handlers.message(21, topic="soak.async", state="failed", attempt_count=1)
     handlers.ran(21, 1, "p", 101.0, 101.5)
     handlers.ended(21, 1, "failed")
