@@ -112,12 +112,24 @@ class Transactions:
         if session.status != TransactionStatus.INTRANS:
             raise Transient(_NOT_SENT[session.status])
         name = _name_of(attempt)
-        held = fence([attempt.token], self._store.worker)
-        complete: Step = (sql.COMPLETE_IF_HELD, {**held, "name": name})
+        token = attempt.token
+        complete: Step = (
+            sql.COMPLETE_IF_HELD,
+            {
+                "name": name,
+                "id": token.id,
+                "attempt_count": token.attempt_count,
+                "worker": self._store.worker,
+                "claimed_at": token.claimed_at,
+            },
+        )
         try:
             if forgets and await session.fetch(
                 # It would skip a locked row. PostgreSQL sees a deadlock with the handler's own locks, and ends it.
-                [(sql.WAIT_FOR_MESSAGE, {"id": attempt.message.id}), (statements.FORGET_SENT, held)]
+                [
+                    (sql.WAIT_FOR_MESSAGE, {"id": token.id}),
+                    (statements.FORGET_SENT, fence([token], self._store.worker)),
+                ]
             ):
                 complete = (sql.REQUIRE_COMPLETION, {"name": name, "count": 1})
             await session.commit(complete)

@@ -154,6 +154,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_redacted_text",
         "_read_redirect",
         "_require_completion",
+        "_complete",
+        "_reset_session",
         "_require_home",
         "schema_version",
         "_bucket_of",
@@ -460,7 +462,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
         FROM pg_proc AS p
         CROSS JOIN regexp_matches(p.prosrc, 'EXECUTE ([^;]*)', 'g') AS found(call)
         WHERE p.pronamespace = 'pgoutbox'::regnamespace
-            AND found.call[1] !~ '^format\(|^owned\.command$|quote_ident\('
+            AND found.call[1] !~ '^format\(|^owned\.command$|quote_ident\(|^''[A-Z ]+''$'
         """
     ).fetchall()
     assert [row for row in rows if not str(row[1]).startswith("ON FUNCTION")] == []

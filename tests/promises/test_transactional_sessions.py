@@ -379,6 +379,51 @@ def test_nothing_that_a_handler_leaves_in_its_session_outlives_it(
         wait_until(lambda: (77, True) not in advisory_locks(db), lambda: "an advisory lock is left")
 
 
+@pytest.mark.parametrize("place", ["direct", "behind a pooler"])
+def test_the_last_value_of_a_sequence_is_not_known_to_the_next_handler(
+    start_worker: StartWorker, server: Server, dsn: str, db: psycopg.Connection, place: str
+) -> None:
+    db.execute("CREATE SEQUENCE numbers")
+    body = "    await run(\"SELECT nextval('numbers')\" if message.payload else 'SELECT lastval()')"
+    with pooled(dsn, server, mode="transaction", size=3) as pooled_dsn:
+        worker = start_worker(application(body, "async"), dsn=dsn if place == "direct" else pooled_dsn, concurrency="1")
+        for uses in (True, False):
+            enqueue(db, "work", uses, max_attempts=1)
+            until_over(db, worker)
+        ((outcome, error),) = ends(db)
+        assert (outcome, "lastval is not yet defined" in (error or "")) == ("failed", True)
+
+
+def test_no_setting_of_a_handler_makes_a_completion_read_the_whole_table(
+    start_worker: StartWorker, db: psycopg.Connection
+) -> None:
+    """The completion's plan outlives the handler in whose transaction it was made."""
+    body = """
+    if message.payload:
+        await run("SET LOCAL enable_indexscan = off")
+        await run("SET LOCAL enable_bitmapscan = off")
+"""
+
+    def scans_while_delivering(topic: str) -> int:
+        """Deliver twenty messages, half of which change the settings, and count the scans of the whole table."""
+        began_at = scan_count()
+        for number in range(20):
+            enqueue(db, topic, number < 10)
+        db.execute("VACUUM (ANALYZE) pgoutbox.message_live")  # One page, which a plan would rather read whole.
+        worker = start_worker(application(body, "async"), "--drain", concurrency="1")
+        assert worker.wait() == 0, worker.log
+        assert states(db, topic) == {"sent": 20}
+        return scan_count() - began_at
+
+    def scan_count() -> int:
+        db.execute("SELECT pg_stat_force_next_flush()")
+        query = "SELECT seq_scan FROM pg_stat_user_tables WHERE relid = 'pgoutbox.message_live'::regclass"
+        ((count,),) = db.execute(query).fetchall()
+        return int(count)
+
+    assert scans_while_delivering("work") == scans_while_delivering("plain")
+
+
 @KINDS
 def test_a_handler_does_not_run_on_a_new_session_to_a_database_of_another_deployment(
     start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str

@@ -51,6 +51,7 @@ BEGIN
             pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._bucket_of,
             pgoutbox._in_flight_of, pgoutbox._hold_of, pgoutbox._forget_sent, pgoutbox._require_completion,
+            pgoutbox._complete, pgoutbox._reset_session,
             pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
             pgoutbox._with_attempt, pgoutbox._enqueue_failure,
             pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,

@@ -1,2 +1,2 @@
--- End all that a handler has left in its session: settings, locks, temporary tables, prepared statements, listening.
-DISCARD ALL
+-- End all that a handler has left in its session.
+SELECT pgoutbox._reset_session()
