@@ -150,6 +150,14 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
 }
 ENQUEUES = ("enqueue", "enqueue coalesced", "enqueue deduped", "resend")
 WORKERS_OWN = ("claim", "finish sent", "finish retry", "renew")
+# Beside acts of others, promises/test_interleavings.py holds these transactions of a real worker open.
+HELD_OPEN = {"claim", "finish sent", "finish retry"}
+PAIRS = [
+    (first, second)
+    for first in OPERATIONS
+    for second in OPERATIONS
+    if {first, second}.isdisjoint(HELD_OPEN) or {first, second} <= {*WORKERS_OWN}
+]
 LOST_RACES = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
@@ -262,7 +270,7 @@ def test_two_operations_on_one_message_keep_all_rules_in_either_order(
     sessions: Sessions, state: str, commits: bool
 ) -> None:
     problems = {}
-    for number, (first, second) in enumerate((first, second) for first in OPERATIONS for second in OPERATIONS):
+    for number, (first, second) in enumerate(PAIRS):
         scene = build(sessions.db, number, state)
         sessions.play(scene, first, second, commits=commits)
         if "prune" in (first, second):

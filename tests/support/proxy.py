@@ -68,6 +68,16 @@ class _Stall:
         )
 
 
+@dataclass(eq=False, slots=True)
+class _Hold:
+    """Transactions of one application that stay open: their Sync, which commits them, is held back."""
+
+    application: str
+    is_reached: bool = False
+    rolls_back: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Proxy:
     """The address to connect to, the statements so far, and the faults to come. Any thread may call every method."""
 
@@ -93,6 +103,7 @@ class Proxy:
         self._ready = threading.Event()
         self._sessions: dict[_Session, asyncio.Task[None]] = {}
         self._stalls: list[_Stall] = []
+        self._hold: _Hold | None = None
         self._free_at = dict.fromkeys(Direction, 0.0)
         self._cut: tuple[int, Moment] | None = None
         self._cut_session: _Session | None = None
@@ -156,6 +167,36 @@ class Proxy:
             yield
         finally:
             self._call(end)
+
+    def hold_open(self, application: str) -> None:
+        """Hold back the Sync of this application's transactions, so that they stay open with all that they have done.
+
+        A transaction that is open already by `hold_open` is committed.
+        """
+
+        def begin() -> None:
+            self._end_hold()
+            self._hold = _Hold(application)
+
+        self._call(begin)
+
+    def is_holding(self) -> bool:
+        """Return whether a whole transaction is in the server, or on its way, except for its Sync."""
+        return self._call(lambda: self._hold is not None and self._hold.is_reached)
+
+    def end_held(self, *, commits: bool) -> None:
+        """Commit the transaction that is held open, or cut its connection, and hold no more."""
+        self._call(lambda: self._end_hold(rolls_back=not commits))
+
+    def _end_hold(self, *, rolls_back: bool = False) -> None:
+        if self._hold is not None:
+            self._hold.rolls_back = rolls_back
+            self._hold.over.set()
+            self._hold = None
+
+    def hold_of(self, session: _Session) -> _Hold | None:
+        """Return what holds this session's transactions open."""
+        return self._hold if self._hold is not None and session.application == self._hold.application else None
 
     def slip_in(self, application: str, statement: str) -> int:
         """Run a statement in the open sessions of this application, like another client of a pooler. Return the number
@@ -386,6 +427,12 @@ class _Session:
                         return
                     if moment is not None:
                         self._lost_from = self._asked_count + 1
+                if kind in b"S" and (hold := self._proxy.hold_of(self)) is not None:
+                    await up.flush()
+                    hold.is_reached = True
+                    await hold.over.wait()
+                    if hold.rolls_back:
+                        return
                 self._note_sent(kind, body)
                 up.put(message)
                 if not in_statement or kind not in b"QES":
