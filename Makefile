@@ -36,9 +36,9 @@ coverage: $(STAMP) ## Run all tests and show the coverage of each package
 	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
 
 # The type checkers are the slowest checks and use one core each.
-CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-commits
+CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-commits check-tests
 .PHONY: $(CHECKS)
-check: $(STAMP) ## Check format, lint, types, layers, plain English, pages and commit subjects
+check: $(STAMP) ## Check format, lint, types, layers, plain English, pages, commit subjects, and that tests can be collected
 	@$(MAKE) --no-print-directory --jobs 2 $(CHECKS)
 
 check-format:
@@ -57,6 +57,9 @@ check-pages:
 	$(BIN)/python -m tools.pages
 check-commits:
 	$(BIN)/python -m tools.commit_subjects
+# It also compiles the tests once. Otherwise each process of a first `make test-all` would compile all of them.
+check-tests:
+	@output=$$($(BIN)/python -m pytest --collect-only -qq) || { echo "$$output"; exit 1; }
 
 budget: $(STAMP) ## Count what a message costs, and write the budget that CI compares
 	$(BIN)/python -m tests.budget --write
