@@ -138,33 +138,6 @@ async def test_a_worker_that_meets_another_at_one_key_continues(outbox: Outbox, 
 # --- stale finishes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", ["retry", "snoozed", "released"])
-def test_a_duplicate_finish_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
-    message_id = enqueue(db)
-    claim(db)
-    assert finish(db, End(message_id, 1, AttemptOutcome(outcome), None, 0.0))
-    assert ids_in_flight(claim(db)) == [message_id]
-    before = row_of(db, message_id)
-    assert finish_sent(db, (message_id, 1)) == set()
-    assert finish(db, End(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
-    after = row_of(db, message_id)
-    assert (after.state, after.attempt_count, after.worker) == (before.state, before.attempt_count, before.worker)
-    assert finish_sent(db, (message_id, 2)) == {message_id}
-
-
-def test_a_redrive_never_reuses_the_number_of_a_stale_attempt(db: psycopg.Connection) -> None:
-    message_id = enqueue(db, max_attempts=1)
-    claim(db, worker="stale")
-    lapse(db, message_id)
-    claim(db)
-    assert state_of(db, message_id) == State.FAILED
-    assert redrive(db, message_id)
-    assert finish_sent(db, (message_id, 1)) == set()
-    assert claim(db, worker="owner")[0].attempt_count == 2
-    assert finish_sent(db, (message_id, 1)) == set()
-    assert row_of(db, message_id).worker == "owner"
-
-
 # --- cancel -----------------------------------------------------------------------------------------------------------
 
 
