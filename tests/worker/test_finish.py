@@ -16,7 +16,6 @@ from tests.support.outbox_actions import (
     enqueue,
     lapse,
     make_due,
-    redrive,
     row_of,
     state_of,
 )
@@ -217,69 +216,8 @@ def test_the_outcomes_of_a_batch_are_written_together(rolled_back: psycopg.Conne
     assert reached == {}
 
 
-@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
-@pytest.mark.parametrize("attempt_count", [0, 1, 3])
-def test_a_finish_of_another_attempt_changes_nothing(
-    rolled_back: psycopg.Connection, outcome: str, attempt_count: int
-) -> None:
-    message_id = in_flight(rolled_back)
-    lapse(rolled_back, message_id)
-    claim(rolled_back, worker="second")
-    before, history = row_of(rolled_back, message_id), attempts_of(rolled_back, message_id)
-    if outcome == "sent":
-        assert finish_sent(rolled_back, (message_id, attempt_count)) == set()
-    else:
-        assert finish(rolled_back, verdict(message_id, outcome, attempt_count)) == {}
-    assert row_of(rolled_back, message_id) == before
-    assert attempts_of(rolled_back, message_id) == history
-
-
-@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
-@pytest.mark.parametrize("first", [*ASKED, "sent"])
-def test_an_attempt_that_has_ended_cannot_end_again(rolled_back: psycopg.Connection, first: str, outcome: str) -> None:
-    message_id = in_flight(rolled_back)
-
-    def end(outcome: str) -> bool:
-        if outcome == "sent":
-            return bool(finish_sent(rolled_back, (message_id, 1)))
-        return bool(finish(rolled_back, verdict(message_id, outcome)))
-
-    assert end(first)
-    before, history = row_of(rolled_back, message_id), attempts_of(rolled_back, message_id)
-    assert not end(outcome)
-    assert row_of(rolled_back, message_id) == before
-    assert attempts_of(rolled_back, message_id) == history
-
-
-@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
-def test_an_attempt_from_before_a_redrive_changes_nothing(rolled_back: psycopg.Connection, outcome: str) -> None:
-    message_id = in_flight(rolled_back, max_attempts=1)
-    finish(rolled_back, verdict(message_id, "failed"))
-    assert redrive(rolled_back, message_id)
-    for claimed in (False, True):
-        if claimed:
-            assert claim(rolled_back)[0].attempt_count == 2
-        before = row_of(rolled_back, message_id)
-        if outcome == "sent":
-            assert finish_sent(rolled_back, (message_id, 1)) == set()
-        else:
-            assert finish(rolled_back, verdict(message_id, outcome)) == {}
-        assert row_of(rolled_back, message_id) == before
-
-
 def lock(connection: psycopg.Connection, message_id: int) -> None:
     connection.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [message_id])
-
-
-def test_a_locked_row_is_skipped_and_the_others_are_sent(connect: Connect) -> None:
-    ours, theirs = connect(autocommit=True), connect()
-    first, locked, last = (in_flight(ours) for _ in range(3))
-    lock(theirs, locked)
-    asked = [verdict(i, "sent") for i in (first, locked, last)]
-    assert finish(ours, *asked) == {first: State.SENT, last: State.SENT}
-    assert attempts_of(ours, first) == []
-    theirs.commit()
-    assert finish(ours, *asked) == {locked: State.SENT}
 
 
 def test_the_common_finish_fails_at_a_locked_row_and_keeps_its_sessions_settings(connect: Connect) -> None:
@@ -292,17 +230,6 @@ def test_the_common_finish_fails_at_a_locked_row_and_keeps_its_sessions_settings
     with pytest.raises(psycopg.errors.LockNotAvailable):
         finish_sent(ours, (first, 1), (locked, 1))
     assert [state_of(ours, i) for i in (first, locked)] == ["sending"] * 2
-
-
-def test_a_locked_row_is_skipped_and_the_others_are_finished(connect: Connect) -> None:
-    ours, theirs = connect(autocommit=True), connect()
-    first, locked, last = (in_flight(ours) for _ in range(3))
-    lock(theirs, locked)
-    asked = [verdict(i, "retry") for i in (first, locked, last)]
-    assert finish(ours, *asked) == {first: State.PENDING, last: State.PENDING}
-    assert attempts_of(ours, locked) == []
-    theirs.commit()
-    assert finish(ours, *asked) == {locked: State.PENDING}
 
 
 def test_a_current_attempt_has_the_state_of_its_message(rolled_back: psycopg.Connection) -> None:

@@ -15,14 +15,12 @@ from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
-    attempts_of,
     enqueue,
     rows_of,
     running,
     settings_for,
     state_of,
 )
-from tests.support.waiting import until
 from tests.support.worker_sql import End, Trip, WatchedWorker, around_trips, claim, finish
 
 if TYPE_CHECKING:
@@ -34,26 +32,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 pytestmark = pytest.mark.slow
-
-
-async def test_a_row_that_another_session_has_locked_delays_no_other_outcomes(dsn: str, connect: Connect) -> None:
-    db, holder = connect(autocommit=True), connect()
-    outbox = Outbox(settings_for(dsn))
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        if message.id == locked:
-            holder.execute("SELECT FROM pgoutbox.message_live WHERE id = %s FOR UPDATE", [locked])
-
-    locked, *others = (enqueue(db) for _ in range(3))
-    async with running(Worker(outbox)):
-        await until(lambda: {state_of(db, i) for i in others} == {State.SENT})
-        later = enqueue(db)
-        await until(lambda: state_of(db, later) == State.SENT)
-        assert state_of(db, locked) == State.SENDING
-        holder.commit()
-        await until(lambda: state_of(db, locked) == State.SENT)
-    assert attempts_of(db, locked) == []
 
 
 def new(db: psycopg.Connection) -> int:
