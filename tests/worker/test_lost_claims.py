@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -16,13 +16,10 @@ from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from tests.conftest import DURABLE
 from tests.support.outbox_actions import (
-    PATIENCE_SECONDS,
     attempts_of,
     enqueue,
     row_of,
-    rows_of,
     running,
     settings_for,
     state_of,
@@ -31,32 +28,9 @@ from tests.support.waiting import until
 from tests.support.worker_sql import has_claimed, run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pgoutbox.kernel.seams import Row, Step
-
-COUNT: Final = 60
-
-
-async def deliver_all(dsn: str, db: psycopg.Connection, *, at_each: Callable[[int], None] = lambda _: None) -> Worker:
-    """Deliver messages by a worker that polls once an hour, so that only a search of its own finds released ones."""
-    outbox = Outbox(settings_for(dsn, lease_seconds=5, batch_size=5, concurrency=5))
-    delivered: Counter[int] = Counter()
-    has_all = asyncio.Event()
-    ids = [enqueue(db) for _ in range(COUNT)]
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        delivered[message.id] += 1
-        at_each(delivered.total())
-        if len(delivered) == COUNT:
-            has_all.set()
-
-    async with asyncio.timeout(PATIENCE_SECONDS), running(worker := Worker(outbox)):
-        await has_all.wait()
-    assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
-    return worker
-
 
 def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Lose the answer to the nth claim that found messages."""
@@ -73,16 +47,6 @@ def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
         return results
 
     monkeypatch.setattr(WorkerConnection, "trip", lose)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nth", [1, 2, 6, 11, 12])
-async def test_messages_of_a_lost_claim_are_delivered_at_once(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, nth: int
-) -> None:
-    lose_answer(monkeypatch, nth)
-    worker = await deliver_all(dsn, db)
-    assert worker.telemetry.counts[LogEvent.CLAIM_LOST] == 1
 
 
 @pytest.mark.slow
@@ -176,18 +140,3 @@ async def test_an_abandoned_session_is_ended_even_if_the_next_connection_breaks_
     assert await link.fetch("SELECT 1", {}) == [(1,)]
     assert db.execute(asleep_there).rowcount == 0
     await link.close()
-
-
-@pytest.mark.parametrize("dsn", [DURABLE], indirect=True)
-async def test_terminated_sessions_delay_no_message(dsn: str, db: psycopg.Connection) -> None:
-    def terminate(number: int) -> None:
-        if number % 7 == 0:
-            purpose = ("claim", "lease", "listen", "")[number // 7 % 4]
-            db.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE datname = current_database() AND application_name LIKE %s",
-                [f"pgoutbox {purpose}%"],
-            )
-
-    for _ in range(5):
-        await deliver_all(dsn, db, at_each=terminate)

@@ -15,7 +15,7 @@ from pgoutbox.operations import Operator
 from pgoutbox.worker.kernel_run import Link
 from tests.support.outbox_actions import enqueue, rows_of, running, settings_for, state_of
 from tests.support.proxy import proxy_to
-from tests.support.waiting import until, until_idle, until_polled
+from tests.support.waiting import until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LONG: Final[dict[str, Any]] = {"lease_seconds": 600, "poll_interval_seconds": 3600}
-# The listeners of workers that are on watch.
-_WATCHES: Final = (
-    "SELECT count(DISTINCT pid) FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)"
-    " WHERE a.datname = current_database() AND l.locktype = 'advisory' AND a.application_name = 'pgoutbox listen'"
-)
 
 
 async def test_a_listener_whose_new_connection_hangs_stops_no_claim(
@@ -147,32 +142,6 @@ async def test_a_message_that_falls_due_while_a_finish_is_on_its_way_is_not_over
         may_end.set()
         await is_late.wait()
         await until(lambda: state_of(db, second) == "sent")
-
-
-async def test_a_full_worker_gives_the_watch_of_a_limited_queue_back(
-    dsn: str, db: psycopg.Connection, connect: Connect
-) -> None:
-    outbox = Outbox(settings_for(dsn, **LONG | {"concurrency": 1}))
-    begun, may_end = asyncio.Event(), asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        begun.set()
-        await may_end.wait()
-
-    operator = Operator(connect(autocommit=True))
-    with connect() as producer:
-        enqueue(producer)  # Its transaction shares the wake-up lock.
-        async with running(worker := Worker(outbox)):
-            await until(lambda: db.execute(_WATCHES).fetchone() == (1,))
-            operator.pause("default")
-            await until_polled(worker, db)  # It asks for the locks again.
-            enqueue(db)
-            producer.rollback()
-            operator.resume("default")
-            await begun.wait()
-            await until(lambda: db.execute(_WATCHES).fetchone() == (0,))
-            may_end.set()
 
 
 async def test_a_run_delivers_all_of_a_limited_queue_beside_ordering_keys(
