@@ -23,7 +23,7 @@ from psycopg.types.json import Jsonb
 from pgoutbox import Outbox
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import CopyError, WorkerConnection
+from pgoutbox.database.worker_connection import CopyError
 from pgoutbox.handlers import Context
 from pgoutbox.kernel import lanes, statements
 from pgoutbox.kernel.run import Run
@@ -63,7 +63,6 @@ from tests.support.worker_sql import (
     finish_sent,
     forget_sent,
     ids_in_flight,
-    judged,
     lapsed,
     large_payload,
     renew,
@@ -182,12 +181,6 @@ def failures_announced(db: psycopg.Connection) -> int:
     return int(count)
 
 
-async def a_stale_attempt_announces_no_failure(stage: Stage) -> None:
-    message_id = attempted_again(stage)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"), hooks=HOOKS)
-    assert failures_announced(stage.db) == 0
-
-
 async def an_attempt_that_is_retried_announces_no_failure(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
@@ -205,52 +198,9 @@ async def a_lapsed_attempt_that_expired_announces_no_failure(stage: Stage) -> No
     assert failures_announced(stage.db) == 0
 
 
-async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
-    message_id = attempted_again(stage)
-    finish_sent(stage.db, (message_id, 1))
-    assert row_of(stage.db, message_id).state == "sending"
-
-
-async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
-    message_id = attempted_again(stage)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"))
-    assert row_of(stage.db, message_id).state == "sending"
-
-
 async def a_stale_attempt_cannot_watch(stage: Stage) -> None:
     message_id = attempted_again(stage)
     assert watch(stage.db, (message_id, 1)) == {}
-
-
-async def a_repeated_finish_does_not_end_a_redriven_message(stage: Stage) -> None:
-    """The answer to the first finish was lost. No attempt has begun since, so the attempt count is the same."""
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    failed = End(message_id, 1, AttemptOutcome.FAILED, "no")
-    finish(stage.db, failed, hooks=HOOKS)
-    assert redrive(stage.db, message_id)
-    finish(stage.db, failed, hooks=HOOKS)
-    assert (state_of(stage.db, message_id), failures_announced(stage.db)) == ("pending", 1)
-
-
-async def a_message_that_is_pending_again_is_not_finished_as_sent(stage: Stage) -> None:
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
-    finish_sent(stage.db, (message_id, 1))
-    assert state_of(stage.db, message_id) == "pending"
-
-
-async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
-    message_id = claimed_on_both_timelines(stage)
-    finish_sent(stage.db, (message_id, 1), worker="stale")
-    assert row_of(stage.db, message_id).state == "sending"
-
-
-async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
-    message_id = claimed_on_both_timelines(stage)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
-    assert row_of(stage.db, message_id).state == "sending"
 
 
 async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
@@ -263,26 +213,6 @@ async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Sta
     assert current_states(stage.db, (message_id, 1), worker="stale") == {}
 
 
-async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
-    keep_nothing(stage)
-    message_id = claimed_on_both_timelines(stage)
-    forget_sent(stage.db, (message_id, 1), worker="stale")
-    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
-
-
-async def an_attempt_of_a_lost_message_cannot_write_sent(stage: Stage) -> None:
-    attempt = claimed_as_another(stage)
-    assert finish_sent(stage.db, attempt) == set()
-    assert state_of(stage.db, attempt[0]) == "sending"
-
-
-async def an_attempt_of_a_lost_message_cannot_write_another_end(stage: Stage) -> None:
-    message_id, attempt_count, claimed_at = claimed_as_another(stage)
-    end = End(message_id, attempt_count, AttemptOutcome.FAILED, "stale", claimed_at=claimed_at)
-    assert finish(stage.db, end) == {}
-    assert state_of(stage.db, message_id) == "sending"
-
-
 async def an_attempt_of_a_lost_message_cannot_watch(stage: Stage) -> None:
     assert watch(stage.db, claimed_as_another(stage)) == {}
 
@@ -293,13 +223,6 @@ async def an_attempt_of_a_lost_message_learns_that_it_is_lost(stage: Stage) -> N
 
 async def an_attempt_of_a_lost_message_gets_no_payload(stage: Stage) -> None:
     assert large_payload(stage.db, claimed_as_another(stage)) == []
-
-
-async def an_attempt_of_a_lost_message_cannot_delete(stage: Stage) -> None:
-    keep_nothing(stage)
-    attempt = claimed_as_another(stage)
-    assert forget_sent(stage.db, attempt) == set()
-    assert state_of(stage.db, attempt[0]) == "sending"
 
 
 async def an_attempt_of_a_lost_message_cannot_delete_by_the_function(stage: Stage) -> None:
@@ -340,46 +263,11 @@ async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage
     assert [row.state for row in rows_of(stage.db, held, forgotten)] == ["sending", "failed"]
 
 
-async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
-    message_id = enqueue(stage.db, max_attempts=1)
-    claim(stage.db)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "first"))
-    assert redrive(stage.db, message_id)
-    claim(stage.db)
-    finish_sent(stage.db, (message_id, 1))
-    assert state_of(stage.db, message_id) == "sending"
-
-
-async def a_released_attempt_cannot_write(stage: Stage) -> None:
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.RELEASED))
-    claim(stage.db)
-    finish_sent(stage.db, (message_id, 1))
-    assert state_of(stage.db, message_id) == "sending"
-
-
 # --- retention --------------------------------------------------------------------------------------------------------
 
 
 def keep_nothing(stage: Stage, topic: str = "*", state: str = "sent") -> None:
     stage.db.execute("INSERT INTO pgoutbox.retention (topic, state, keep) VALUES (%s, %s, '0')", [topic, state])
-
-
-async def a_stale_attempt_cannot_delete(stage: Stage) -> None:
-    keep_nothing(stage)
-    message_id = attempted_again(stage)
-    forget_sent(stage.db, (message_id, 1))
-    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
-
-
-async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
-    keep_nothing(stage)
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
-    forget_sent(stage.db, (message_id, 1))
-    assert rows_of(stage.db, message_id)
 
 
 async def a_removed_rule_has_no_effect_from_its_commit_on(stage: Stage) -> None:
@@ -498,22 +386,6 @@ async def one_of_two_claims_with_concurrent_snapshots_is_refused(stage: Stage) -
     assert caught.value.diag.constraint_name == "message_live_in_flight"
 
 
-async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> None:
-    older = enqueue(stage.db, coalesce_key="k")
-    newer = enqueue(stage.db, coalesce_key="k")
-    assert ids_in_flight(claim(stage.db)) == [newer]
-    assert state_of(stage.db, older) == "skipped"
-
-
-async def a_lapsed_attempt_is_not_repeated_after_a_newer_message(stage: Stage) -> None:
-    older = enqueue(stage.db, coalesce_key="k")
-    claim(stage.db, worker="dead")
-    lapse(stage.db, older)
-    newer = enqueue(stage.db, coalesce_key="k")
-    assert ids_in_flight(claim(stage.db)) == [newer]
-    assert state_of(stage.db, older) == "skipped"
-
-
 def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
     """Enqueue a message for each key in one bulk, and return the ids in their order."""
     ((name, values),) = keys.items()
@@ -555,26 +427,6 @@ async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: St
         await blocked
 
 
-async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
-    """The gate holds the key b. A claim that waits there already holds the key a, though b was due first."""
-    gate, other = stage.connect(), stage.connect(autocommit=True)
-    enqueue(stage.db, coalesce_key="b")
-    claim(gate)
-    # Without an order the claim takes them by due time.
-    enqueue(stage.db, coalesce_key="b")
-    enqueue(stage.db, coalesce_key="a")
-    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
-    await until_blocked(stage.db, blocked)
-    newest = enqueue(stage.db, coalesce_key="a")
-    other.execute("SET lock_timeout = '50ms'")
-    try:
-        with pytest.raises(psycopg.errors.LockNotAvailable):
-            begin(other, newest)
-    finally:
-        gate.rollback()
-        await blocked
-
-
 async def a_claim_inserts_its_ordering_keys_in_one_order(stage: Stage) -> None:
     """The gate holds the key b. A claim that waits there already holds the ordering key a, which it finds last."""
     gate, other = stage.connect(), stage.connect(autocommit=True)
@@ -601,38 +453,6 @@ async def a_redriven_message_waits_for_the_one_of_its_ordering_key_in_flight(sta
     claim_ordered(stage.db)
     assert redrive(stage.db, first)
     assert claim_ordered(stage.db) == []
-
-
-async def a_halted_ordering_key_is_not_continued(stage: Stage) -> None:
-    first, _ = (enqueue(stage.db, ordering_key="k", halts_key=True) for _ in range(2))
-    claim_ordered(stage.db)
-    finish(stage.db, End(first, 1, AttemptOutcome.FAILED, "no"))
-    assert claim_ordered(stage.db) == []
-
-
-async def an_older_message_is_not_handed_over_after_a_newer_one(stage: Stage) -> None:
-    """The newer message is committed after the snapshot of the claim."""
-    older, producer = enqueue(stage.db, coalesce_key="k"), stage.connect()
-    enqueue(producer, coalesce_key="k")
-    rows = claim_lanes(stage.db, (FRESH,))
-    assert ids_in_flight(rows) == [older]
-    producer.commit()
-    assert [row.superseded for row in judged(stage.db, rows)] == [True]
-
-
-async def all_lanes_of_a_queue_share_its_permits(stage: Stage) -> None:
-    stage.db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
-    enqueue(stage.db)
-    enqueue(stage.db, ordering_key="k")
-    assert len(claim_lanes(stage.db, (FRESH, ORDERED))) == 1
-
-
-async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) -> None:
-    older = enqueue(stage.db, coalesce_key="k")
-    claim(stage.db)
-    enqueue(stage.db, coalesce_key="k")
-    finish(stage.db, End(older, 1, AttemptOutcome.RETRY, "busy"))
-    assert state_of(stage.db, older) == "skipped"
 
 
 async def a_due_message_is_left_to_its_claim(stage: Stage) -> None:
@@ -747,28 +567,8 @@ async def cancel_beside_a_claim(
     assert state_of(stage.db, message_id) == "cancelled"
 
 
-async def a_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
-    await cancel_beside_a_claim(stage, claim)
-
-
 async def an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt(stage: Stage) -> None:
     await cancel_beside_a_claim(stage, claim_ordered, ordering_key="k")
-
-
-async def a_cancelled_attempt_that_is_lost_is_not_repeated(stage: Stage) -> None:
-    message_id = lost(stage)
-    stage.db.execute("UPDATE pgoutbox.message SET max_attempts = 2, attempt_budget = 2 WHERE id = %s", [message_id])
-    cancel(stage.db, message_id)
-    claim(stage.db, worker="second")
-    assert state_of(stage.db, message_id) == "cancelled"
-
-
-async def a_cancelled_attempt_is_not_retried(stage: Stage) -> None:
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    cancel(stage.db, message_id)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.RETRY, "busy"))
-    assert state_of(stage.db, message_id) == "cancelled"
 
 
 def with_a_used_id(stage: Stage, **options: Unpack[Options]) -> int:
@@ -820,39 +620,6 @@ async def a_request_of_another_message_stops_no_attempt(stage: Stage) -> None:
     assert not watch(stage.db, (message_id, 1), worker="dead")[message_id].cancelled
 
 
-async def a_cancel_of_pending_messages_leaves_no_request(stage: Stage) -> None:
-    message_id, claiming = enqueue(stage.db), stage.connect()
-    claim(claiming)
-    stage.db.execute("SELECT pgoutbox.cancel(%s, '{pending}')", [message_id])
-    claiming.commit()
-    assert not watch(stage.db, (message_id, 1))[message_id].cancelled
-
-
-async def is_refused(stage: Stage, **options: Unpack[Options]) -> None:
-    enqueue(stage.db)
-    stage.db.execute("SELECT pgoutbox._raise_id_floor()")
-    stage.db.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART; DELETE FROM pgoutbox.message")
-    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
-        enqueue(stage.db, **options)
-
-
-async def a_used_id_is_refused(stage: Stage) -> None:
-    await is_refused(stage)
-
-
-async def a_used_id_with_options_is_refused(stage: Stage) -> None:
-    await is_refused(stage, dedupe_key="k")
-
-
-async def a_redriven_message_is_not_cancelled_by_an_old_request(stage: Stage) -> None:
-    message_id = enqueue(stage.db)
-    claim(stage.db)
-    cancel(stage.db, message_id)
-    finish(stage.db, End(message_id, 1, AttemptOutcome.FAILED, "no"))
-    assert redrive(stage.db, message_id)
-    assert [row.state for row in claim(stage.db)] == ["sending"]
-
-
 # --- claims and leases ------------------------------------------------------------------------------------------------
 
 
@@ -861,33 +628,6 @@ def lost(stage: Stage) -> int:
     claim(stage.db, worker="dead")
     lapse(stage.db, message_id)
     return message_id
-
-
-async def an_attempt_with_a_valid_lease_is_not_taken_over(stage: Stage) -> None:
-    enqueue(stage.db)
-    claim(stage.db, worker="first")
-    assert claim(stage.db, worker="second") == []
-
-
-async def an_attempt_whose_lease_is_being_renewed_is_not_taken_over(stage: Stage) -> None:
-    message_id, renewing = lost(stage), stage.connect()
-    renew(renewing, (message_id, 1), worker="dead")
-    assert claim(stage.db, worker="second") == []
-    renewing.commit()
-
-
-async def an_attempt_whose_lease_nobody_can_renew_is_not_taken_over(stage: Stage, *, attempts_left: int = 10) -> None:
-    message_id, holder = lost(stage), stage.connect()
-    raised = "UPDATE pgoutbox.message SET max_attempts = attempt_count + %s WHERE id = %s"
-    stage.db.execute(raised, [attempts_left, message_id])
-    holder.execute("SELECT FROM pgoutbox.claim FOR SHARE")
-    claim(stage.db, worker="second")
-    assert (state_of(stage.db, message_id), row_of(stage.db, message_id).worker) == ("sending", "dead")
-    holder.rollback()
-
-
-async def a_suspect_whose_lease_nobody_can_renew_is_not_taken_over(stage: Stage) -> None:
-    await an_attempt_whose_lease_nobody_can_renew_is_not_taken_over(stage, attempts_left=1)
 
 
 def released_after_its_lease(stage: Stage) -> int:
@@ -903,13 +643,6 @@ def released_after_its_lease(stage: Stage) -> int:
 async def a_released_message_is_left_to_its_worker_until_its_lease_is_extended(stage: Stage) -> None:
     message_id = released_after_its_lease(stage)
     lapsed(stage.db, worker="second")
-    assert (state_of(stage.db, message_id), row_of(stage.db, message_id).attempt_count) == ("sending", 1)
-
-
-async def a_released_message_gets_the_lease_that_its_worker_has_at_the_end_of_its_own(stage: Stage) -> None:
-    message_id = released_after_its_lease(stage)
-    stage.db.execute(statements.FORGET_LAPSED)
-    claim(stage.db, worker="second")
     assert (state_of(stage.db, message_id), row_of(stage.db, message_id).attempt_count) == ("sending", 1)
 
 
@@ -1164,13 +897,6 @@ def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[i
     return ids
 
 
-async def an_attempt_of_an_answered_claim_is_not_released(stage: Stage) -> None:
-    enqueue(stage.db)
-    (row,) = claim(stage.db, worker="w")
-    parameters = {"queues": ["default"], "worker": "w", "after": row.claimed_at}
-    assert stage.db.execute(sql.UNANSWERED_ATTEMPTS, parameters).fetchall() == []
-
-
 async def messages_that_were_lost_together_are_not_due_together(stage: Stage) -> None:
     ids = lost_together(stage, 3)
     with stage.db.transaction():
@@ -1249,23 +975,6 @@ def is_sent(db: psycopg.Connection, message_id: int) -> bool:
     return state_of(db, message_id) == "sent"
 
 
-# --- the session ------------------------------------------------------------------------------------------------------
-
-
-async def concurrent_claims_succeed_under_a_strict_default_isolation(stage: Stage) -> None:
-    stage.db.execute(
-        psycopg.sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'").format(
-            psycopg.sql.Identifier(stage.db.info.dbname)
-        )
-    )
-    link = WorkerConnection(stage.dsn, settings_for(stage.dsn), purpose="test")
-    try:
-        ((isolation,),) = await link.fetch("SELECT current_setting('transaction_isolation')", {})
-    finally:
-        await link.close()
-    assert isolation == "read committed"
-
-
 # --- mutations --------------------------------------------------------------------------------------------------------
 
 
@@ -1299,32 +1008,12 @@ CLAIM = f"AND m.claimed_at = (%(claimed_ats)s::timestamptz[])[{PLACE}]"
 
 NAMED = " AND c.message_created_at = m.created_at"
 REQUEST = f"c.message_id = m.id{NAMED}"
-SKIPPED = "WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"
 OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))"
-
-
-NUMBER_OF_BATCH = "AND m.attempt_count = %(attempt_count)s::integer"
-CLAIMS_OF_BATCH = "AND m.claimed_at = ANY (%(claimed_ats)s::timestamptz[])"
 
 
 def no_request(condition: str) -> Mutation:
     """Return the statements that find no request to cancel by this condition."""
     return no_part(condition, instead="false")
-
-
-NO_FENCE_IN_SENT = no_part(NUMBER_OF_BATCH, "FINISH_SENT")
-NO_FENCE_IN_FINISH = no_part(NUMBER, "FINISH")
-
-
-def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    no_part(" AND m.state = 'sending'", "FORGET_SENT")(stage, patch)
-    redefine(stage, "_forget_sent", "AND m.state = 'sending'\n", "\n")
-
-
-def no_worker_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    no_worker_in("FORGET_SENT")(stage, patch)
-    for before in ("m.claimed_at = o.claimed_at ", "m.claimed_at = a.claimed_at\n            "):
-        redefine(stage, "_forget_sent", f"{before}AND m.worker = _forget_sent.worker", before)
 
 
 def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1449,8 +1138,6 @@ def no_comparison_without_a_deployment(stage: Stage, patch: pytest.MonkeyPatch) 
     redefine(stage, "_require_home", "<> coalesce(_require_home.deployment, '')", "<> _require_home.deployment")
 
 
-PINNED: Final = "    set_config('default_transaction_isolation', 'read committed', false),\n"
-ANSWERED: Final = " AND v.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')"
 REQUIRE_HOME: Final = "    pgoutbox._require_home(%(deployment)s::text),\n"
 
 GUARDED: list[tuple[str, Scenario, Mutation]] = [
@@ -1468,11 +1155,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_without_a_deployment_claims_nothing_from_a_named_one,
         no_comparison_without_a_deployment,
     ),
-    ("fence in finish sent", a_stale_attempt_cannot_write_sent, NO_FENCE_IN_SENT),
-    ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
-    ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),
-    ("fence in finish", a_stale_attempt_cannot_write_another_end, NO_FENCE_IN_FINISH),
-    ("fence of an announced failure", a_stale_attempt_announces_no_failure, NO_FENCE_IN_FINISH),
     (
         "state of an announced failure",
         an_attempt_that_is_retried_announces_no_failure,
@@ -1488,13 +1170,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_stale_attempt_cannot_watch,
         no_part(NUMBER, "WATCH_IF_HELD"),
     ),
-    ("fence in forget", a_stale_attempt_cannot_delete, no_part(NUMBER, "FORGET_SENT")),
-    (
-        "claim in sent",
-        an_attempt_of_a_lost_message_cannot_write_sent,
-        no_part(CLAIMS_OF_BATCH, "FINISH_SENT"),
-    ),
-    ("claim in finish", an_attempt_of_a_lost_message_cannot_write_another_end, no_part(CLAIM, "FINISH")),
     ("claim in watch", an_attempt_of_a_lost_message_cannot_watch, no_part(CLAIM, "WATCH_IF_HELD")),
     (
         "claim in current states",
@@ -1503,27 +1178,15 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     ("claim in large payload", an_attempt_of_a_lost_message_gets_no_payload, no_part(CLAIM, "LARGE_PAYLOAD")),
     (
-        "claim in forget",
-        an_attempt_of_a_lost_message_cannot_delete,
-        no_part(CLAIM, "FORGET_SENT"),
-    ),
-    (
         "claim in the function",
         an_attempt_of_a_lost_message_cannot_delete_by_the_function,
         no_guard_in_function("_forget_sent", "AND m.claimed_at = o.claimed_at "),
     ),
-    ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT")),
-    ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH")),
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
         "worker in current states",
         a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost,
         no_worker_in("STATES"),
-    ),
-    (
-        "worker in forget",
-        a_worker_of_a_lost_timeline_cannot_delete,
-        no_worker_in_forget,
     ),
     ("own attempts: suspects", a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs, no_part(OWN)),
     ("own attempts: ending", a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs, no_part(OWN)),
@@ -1537,17 +1200,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
         no_part(" OR m.id <> ALL (%(in_flight)s::bigint[])"),
     ),
-    (
-        "state in finish",
-        a_repeated_finish_does_not_end_a_redriven_message,
-        no_part("AND m.state = 'sending'\n", "FINISH"),
-    ),
-    (
-        "state in finish sent",
-        a_message_that_is_pending_again_is_not_finished_as_sent,
-        no_part("AND m.state = 'sending'\n", "FINISH_SENT"),
-    ),
-    ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("_forget_sent", OWN_RULE_IN_FORGET)),
     (
@@ -1597,35 +1249,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_redriven_message_waits_for_the_one_of_its_ordering_key_in_flight,
         no_part("s.key_in_flight = v.key", "CLAIM", instead="false"),
     ),
-    (
-        "halted ordering key",
-        a_halted_ordering_key_is_not_continued,
-        no_part("f.halts_key", "CLAIM", instead="false"),
-    ),
-    (
-        "permits of all lanes",
-        all_lanes_of_a_queue_share_its_permits,
-        no_part(
-            "pgoutbox._permits(served.queue, %(total)s::bigint, known.rate_count IS NOT NULL)", instead="%(total)s"
-        ),
-    ),
-    (
-        "newer message after the claim",
-        an_older_message_is_not_handed_over_after_a_newer_one,
-        no_part("head.newest_id > m.id", "OVERTAKEN", instead="false"),
-    ),
     ("one in flight: index", one_of_two_claims_with_concurrent_snapshots_is_refused, no_unique_index),
-    (
-        "supersession in claim",
-        an_older_message_is_not_delivered_after_a_newer_one,
-        no_part(SKIPPED),
-    ),
-    (
-        "supersession of a lapsed attempt",
-        a_lapsed_attempt_is_not_repeated_after_a_newer_message,
-        no_part(SKIPPED),
-    ),
-    ("order of keys", two_claims_insert_their_keys_in_one_order, no_part(KEYS_IN_ORDER)),
     ("order of ordering keys", a_claim_inserts_its_ordering_keys_in_one_order, no_part(KEYS_IN_ORDER)),
     (
         "bulk: newer id of a changed head",
@@ -1636,11 +1260,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "bulk: look for freed keys",
         two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed,
         no_order_of_dedupe_keys,
-    ),
-    (
-        "supersession in finish",
-        an_older_attempt_is_not_retried_after_a_newer_message,
-        no_part("WHEN head.newest_id IS NOT NULL THEN 'skipped'\n", "FINISH"),
     ),
     (
         "superseded before due: due",
@@ -1682,18 +1301,11 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_cancel_leaves_no_lock_on_a_message_that_was_claimed_meanwhile,
         no_guard_in_function("_lock_pending", "RAISE SQLSTATE 'PGOBX'", "RETURN locked"),
     ),
-    ("request in claim", a_message_whose_cancel_met_its_claim_begins_no_other_attempt, no_request(REQUEST)),
     (
         "request in claim of ordered messages",
         an_ordered_message_whose_cancel_met_its_claim_begins_no_other_attempt,
         no_request(REQUEST),
     ),
-    (
-        "request of a lapsed attempt",
-        a_cancelled_attempt_that_is_lost_is_not_repeated,
-        no_request(REQUEST.replace("c.", "r.")),
-    ),
-    ("request in finish", a_cancelled_attempt_is_not_retried, no_request(REQUEST)),
     ("message of a request: claim", a_request_of_another_message_ends_no_claim, no_part(NAMED)),
     ("message of a request: ordered", a_request_of_another_message_ends_no_ordered_one, no_part(NAMED)),
     ("message of a request: finish", a_request_of_another_message_ends_no_retry, no_part(NAMED, "FINISH")),
@@ -1708,54 +1320,9 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_part(NAMED.replace("c.", "r.")),
     ),
     (
-        "request for pending messages",
-        a_cancel_of_pending_messages_leaves_no_request,
-        no_guard_in_function("_cancel_unrecorded", " AND 'sending' = ANY (states)"),
-    ),
-    (
-        "floor of ids",
-        a_used_id_is_refused,
-        no_guard_in_function("_enqueue_receipt", "WHEN n <=", "WHEN false AND n <="),
-    ),
-    (
-        "floor of ids: options",
-        a_used_id_with_options_is_refused,
-        no_guard_in_function("_enqueue", "IF drawn_id <= floor_id", "IF false"),
-    ),
-    (
-        "request before a redrive",
-        a_redriven_message_is_not_cancelled_by_an_old_request,
-        no_guard_in_function("redrive", "WHERE c.message_id = r.id", "WHERE false"),
-    ),
-    (
-        "lease of an attempt",
-        an_attempt_with_a_valid_lease_is_not_taken_over,
-        no_part("AND c.lease_expires_at <= now()\n"),
-    ),
-    (
-        "lock of a claim",
-        an_attempt_whose_lease_is_being_renewed_is_not_taken_over,
-        no_part("FOR UPDATE OF c SKIP LOCKED\n"),
-    ),
-    (
-        "strength of the lock of a claim",
-        an_attempt_whose_lease_nobody_can_renew_is_not_taken_over,
-        no_part("FOR UPDATE OF c SKIP LOCKED\n", instead="FOR SHARE OF c SKIP LOCKED\n"),
-    ),
-    (
-        "strength of the lock of a suspect's claim",
-        a_suspect_whose_lease_nobody_can_renew_is_not_taken_over,
-        no_part("FOR UPDATE OF c SKIP LOCKED\n", instead="FOR SHARE OF c SKIP LOCKED\n"),
-    ),
-    (
         "lease of a released message",
         a_released_message_is_left_to_its_worker_until_its_lease_is_extended,
         no_part(" AND coalesce(c.released_from, '') = ''"),
-    ),
-    (
-        "extension of the lease of a released message",
-        a_released_message_gets_the_lease_that_its_worker_has_at_the_end_of_its_own,
-        no_part("greatest(c.lease_expires_at, r.lease_expires_at)", "FORGET_LAPSED", instead="c.lease_expires_at"),
     ),
     (
         "claim of an attempt",
@@ -1840,11 +1407,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     ("ceiling: concurrent ceiling", a_ceiling_lowers_a_rate_that_commits_meanwhile, no_ceiling_for_updates),
     (
-        "time of the answered claim",
-        an_attempt_of_an_answered_claim_is_not_released,
-        no_part(ANSWERED, "UNANSWERED_ATTEMPTS"),
-    ),
-    (
         "suspects: last attempt",
         a_suspect_on_its_last_attempt_is_claimed_alone,
         no_part("m.max_attempts - m.attempt_count <= m.attempt_budget / 2", instead="false"),
@@ -1861,7 +1423,6 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_alone, no_memory_of_suspects),
     ("search put off", a_search_that_was_put_off_is_not_forgotten, no_owed_search),
-    ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_part(PINNED, "PREPARE_SESSION")),
 ]
 
 
