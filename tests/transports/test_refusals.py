@@ -139,6 +139,19 @@ ANSWERS = [
     ("RCPT", "554 5.7.1 spam", UNCLEAR),
     ("DATA", "550 5.7.23 SPF", SENDER),
     ("DATA", "252 perhaps", UNCLEAR),
+    ("connect", "554 mx.test no service here", SERVER),
+    ("EHLO", "451 4.3.0 not today", CONNECTION),
+    ("MAIL", "421 4.7.0 too many connections", LIMIT),
+    ("MAIL", "501 5.1.7 bad sender address", SENDER),
+    ("MAIL", "550 5.7.60 may not send as this sender", SENDER),
+    ("MAIL", "530 5.7.0 authentication required", SERVER),
+    ("MAIL", "503 authenticate first", SERVER),
+    ("MAIL", "451 4.7.1 greylisted", LATER),
+    ("RCPT", "550 5.7.54 Unable to relay", SERVER),
+    ("RCPT", "550 no", UNCLEAR),
+    ("RCPT", "450 4.2.1 this mailbox is busy", LATER),
+    ("DATA", "554 5.7.1 refused by policy", UNCLEAR),
+    ("DATA", "451 4.6.0 this content must wait", LATER),
 ]
 
 

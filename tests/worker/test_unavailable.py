@@ -117,15 +117,9 @@ def let_pass(db: psycopg.Connection, ids: Sequence[int]) -> None:
 
 # --- the mail server refuses ------------------------------------------------------------------------------------------
 
-OF_SENDER = [
-    "553 5.1.8 sender's domain does not exist",
-    "550 5.7.1 not from you",
-    "501 5.1.7 bad sender address",
-    "550 5.7.60 may not send as this sender",
-    "553 sorry",
-    "450 4.1.8 sender's domain not found",
-]
-OF_ACCOUNT = ["530 5.7.0 authentication required", "535 5.7.8 authentication failed", "503 authenticate first"]
+# One answer of each cause: tests/transports/test_refusals.py has the causes of the others.
+OF_SENDER = ["553 5.1.8 sender's domain does not exist", "450 4.1.8 sender's domain not found"]
+OF_ACCOUNT = ["535 5.7.8 authentication failed"]
 
 
 @pytest.mark.parametrize("answer", OF_SENDER + OF_ACCOUNT)
@@ -156,10 +150,8 @@ async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_t
     [
         ("RCPT", "550 5.1.1 no such user", "failed"),
         ("RCPT", "550 5.7.1 not to this recipient", "pending"),
-        ("DATA", "554 5.7.1 refused by policy", "pending"),
         ("DATA", "554 5.7.1 looks like spam", "failed"),
         ("MAIL", "552 5.3.4 too big", "failed"),
-        ("MAIL", "553 5.6.7 not in this encoding", "failed"),
         ("RCPT", "451 4.7.1 try later", "pending"),
         ("MAIL", "451 4.7.1 greylisted", "pending"),
     ],
@@ -179,18 +171,9 @@ async def test_a_refusal_of_one_email_uses_up_its_attempt_and_delays_no_other(
 
 REFUSED_LATE = [
     ("RCPT", "554 5.7.1 <{rcpt}>: Relay access denied", ""),
-    ("RCPT", "550 relay not permitted", ""),
-    ("RCPT", "550 5.7.54 Unable to relay", ""),
-    ("RCPT", "554 5.7.1 <app[192.0.2.7]>: Client host rejected: Access denied", ""),
-    ("RCPT", "504 5.5.2 <bare>: Helo command rejected: need fully-qualified hostname", ""),
-    ("RCPT", "554 5.7.1 Service unavailable; Client host [192.0.2.7] blocked using bl.example.org", ""),
     ("RCPT", "553 5.7.1 <{sender}>: Sender address rejected: not owned by user club", " sender PGOUTBOX_SMTP_SENDER"),
     (".", "550 5.7.1 From header does not match the account", " sender PGOUTBOX_SMTP_SENDER"),
-    ("RCPT", "550 Domain club.test has exceeded the max emails per hour (60/60 (100%)) allowed", ""),
-    (".", "552 5.7.0 quota", ""),
     (".", "554 5.7.1 no", ""),
-    (".", "451 4.7.1 Service unavailable - try again later", ""),
-    ("RCPT", "550 no", ""),
     ("RCPT", "451 Temporary local problem - please try later", ""),
     ("RCPT", "450 4.7.650 The mail server [192.0.2.7] has been temporarily rate limited", ""),
 ]
