@@ -38,7 +38,6 @@ from tests.support.outbox_actions import (
     enqueue,
     first_of,
     lapse,
-    redrive,
     row_of,
     rows_of,
     running,
@@ -529,66 +528,6 @@ async def test_operators_storming_claiming_workers_break_no_rule_and_always_get_
 
 # --- stale owners -----------------------------------------------------------------------------------------------------
 
-TRIALS = 1000
-STALE_WRITES: tuple[Callable[[psycopg.Connection, Sequence[int]], object], ...] = (
-    lambda s, ids: finish_sent(s, *((i, 1) for i in ids), worker="first"),
-    *(
-        lambda s, ids, outcome=outcome: finish(s, *(End(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first")
-        for outcome in ("retry", "snoozed", "released", "failed", "skipped")
-    ),
-    lambda s, ids: renew(s, *((i, 1) for i in ids), worker="first"),
-)
-
-
-def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
-    """Take the first attempts of these messages away from their owner."""
-    match how:
-        case "lease":
-            for message_id in ids:
-                lapse(db, message_id)
-        case "redrive":
-            finish(db, *(End(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
-            for message_id in ids:
-                assert redrive(db, message_id)
-        case "snooze":
-            finish(db, *(End(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
-        case "release":
-            finish(db, *(End(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
-        case _:
-            finish(db, *(End(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
-
-
-@pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
-@pytest.mark.parametrize("how", ["lease", "redrive", "snooze", "release", "retry"])
-def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: str, again: str) -> None:
-    """Runs a thousand trials in all."""
-    ids = [
-        row[0]
-        for row in db.execute(
-            "SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, %s)", [-(-TRIALS // (3 * 5 * 7))]
-        ).fetchall()
-    ]
-    assert ids_in_flight(claim(db, worker="first")) == ids
-    lose(db, ids, how)
-    # If possible, the same worker makes the next attempt too, so that only the number distinguishes them.
-    owner = "second" if how == "lease" else "first"
-    if again != "pending again":
-        assert ids_in_flight(claim(db, worker=owner, spread=False)) == ids
-    if again == "sent":
-        assert finish_sent(db, *((i, 2) for i in ids), worker=owner) == set(ids)
-
-    def everything() -> list[tuple[object, ...]]:
-        return db.execute("SELECT * FROM pgoutbox.message ORDER BY id").fetchall()
-
-    # A lapsed attempt that no other worker has claimed still belongs to its owner.
-    if (how, again) == ("lease", "pending again"):
-        assert finish_sent(db, *((i, 1) for i in ids), worker="first") == set(ids)
-    before = everything()
-    for write in STALE_WRITES:
-        assert not write(db, ids)
-    assert everything() == before
-
-
 # --- other interleavings ----------------------------------------------------------------------------------------------
 
 
@@ -659,30 +598,3 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
         await first_of(delivered, overslept)
         assert delivered.is_set()
     assert state_of(db, message_id) == State.SENT
-
-
-async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_server_session(
-    pooled_dsn: str, db: psycopg.Connection
-) -> None:
-    """A session that listens but has no client holds back the notification queue of the whole server."""
-
-    def session_of_pool() -> tuple[int, int]:
-        with psycopg.connect(pooled_dsn, prepare_threshold=None) as connection:
-            ((pid, channels),) = connection.execute(
-                "SELECT pg_backend_pid(), (SELECT count(*) FROM pg_listening_channels())"
-            ).fetchall()
-            return pid, channels
-
-    outbox = Outbox(settings_for(pooled_dsn, poll_interval_seconds=0.1))
-    delivered = asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        delivered.set()
-
-    pid, _ = session_of_pool()
-    enqueue(db)
-    async with running(Worker(outbox)):
-        await delivered.wait()
-        assert await asyncio.to_thread(session_of_pool) == (pid, 0)
-    assert session_of_pool() == (pid, 0)

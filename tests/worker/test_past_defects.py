@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, cast
 
 import psycopg
@@ -21,7 +20,6 @@ from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import Link
-from tests.support import races
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     enqueue,
@@ -30,7 +28,6 @@ from tests.support.outbox_actions import (
     running,
     settings_for,
     state_of,
-    until_blocked,
 )
 from tests.support.pooler import pooled
 from tests.support.worker_sql import (
@@ -47,10 +44,9 @@ from tests.support.worker_sql import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pgoutbox.database.store import ClaimedRow
     from pgoutbox.kernel.seams import Row, Step
     from pgoutbox.transports import Content
-    from tests.conftest import Connect, Server
+    from tests.conftest import Server
 
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 
@@ -351,67 +347,6 @@ async def test_sent_messages_of_a_stopped_batch_stay_sent_and_the_rest_is_pendin
 # --- coalescing -------------------------------------------------------------------------------------------------------
 
 
-class Overtaking:
-    """A claim that has chosen an older message, and waits in the index of messages in flight because of another key,
-    while a newer message is enqueued, claimed, delivered and finished."""
-
-    def __init__(self, connect: Connect) -> None:
-        self._db, self._gate = connect(autocommit=True), connect()
-        enqueue(self._db, coalesce_key="a")
-        (in_the_way,) = claim(self._gate)
-        assert in_the_way.coalesce_key == "a"
-        self.other = enqueue(self._db, coalesce_key="a")
-        self.older = enqueue(self._db, coalesce_key="m")
-        self.newer = 0
-
-    async def happen(self, claiming: asyncio.Task[list[ClaimedRow]] | asyncio.Task[None]) -> None:
-        """Overtake the task's claim, and let it continue."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await until_blocked(self._db, cast("asyncio.Task[object]", claiming))
-        self.newer = enqueue(self._db, coalesce_key="m")
-        assert ids_in_flight(claim(self._db, worker="another")) == [self.newer]
-        assert finish_sent(self._db, (self.newer, 1), worker="another") == {self.newer}
-        self._gate.rollback()
-
-
-async def test_an_older_message_that_a_newer_one_has_overtaken_is_skipped(dsn: str, connect: Connect) -> None:
-    overtaking = Overtaking(connect)
-    outbox = Outbox(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS))
-    receiver = Receiver(outbox)
-    run = asyncio.create_task(Worker(outbox).run_once())
-    await overtaking.happen(run)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await run
-    assert receiver.delivered == [overtaking.other]
-    row = row_of(connect(), overtaking.older)
-    assert (row.state, row.superseded_by) == ("skipped", overtaking.newer)
-
-
-def test_two_claims_with_the_same_keys_in_opposite_order_do_not_deadlock(
-    db: psycopg.Connection, connect: Connect
-) -> None:
-    """Both have chosen the same three keys, and wait at the middle one, or before the first, until it becomes free."""
-    gate, there, back = connect(), connect(autocommit=True), connect(autocommit=True)
-    enqueue(db, queue="gate", coalesce_key="b")
-    for queue, keys in (("there", "abc"), ("back", "cba")):
-        for key in keys:
-            enqueue(db, queue=queue, coalesce_key=key)
-    # As if each claim had begun before the other's messages were enqueued: nothing is superseded.
-    db.execute("UPDATE pgoutbox.key_head SET newest_id = 0")
-    assert len(claim(gate, queue="gate")) == 1
-    with ThreadPoolExecutor(2) as threads:
-        claims = []
-        for connection, queue in ((there, "there"), (back, "back")):
-            claims.append(threads.submit(claim, connection, queue=queue))
-            races.until_blocked(db, connection, claims[-1])
-        gate.rollback()
-        first, second = claims
-        assert [row.coalesce_key for row in first.result()] == ["a", "b", "c"]
-        with pytest.raises(psycopg.errors.UniqueViolation) as caught:
-            second.result()
-    assert caught.value.diag.constraint_name == "message_live_in_flight"
-
-
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 LOOK_AT_SESSION = "SELECT current_setting('statement_timeout'), current_setting('search_path')"
@@ -488,14 +423,18 @@ BELLS: Final = """
 """
 
 
-def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]]]:
-    """Return the pool's session: its process number, its settings and its prepared statements."""
+def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]], list[tuple[str]]]:
+    """Return the pool's session: its process number, settings, prepared statements and channels.
+
+    A session that listens but has no client holds back the notification queue of the whole server.
+    """
     with psycopg.connect(pooled_dsn, prepare_threshold=None, application_name="pgoutbox test") as connection:
         ((pid,),) = connection.execute("SELECT pg_backend_pid()").fetchall()
         settings = connection.execute(
             "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY name"
         ).fetchall()
-        return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall()
+        channels = connection.execute("SELECT pg_listening_channels()").fetchall()
+        return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall(), channels
 
 
 async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_settings(
@@ -512,6 +451,7 @@ async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_s
         assert reasons_not_ready(status, poll_interval_seconds=3600) == []
         # A bell in a session of the pool would outlive a killed worker.
         assert db.execute(BELLS).fetchall() == []
+        assert await asyncio.to_thread(session_of_pool, pooled_dsn) == before
     assert session_of_pool(pooled_dsn) == before
     assert state_of(db, message_id) == State.SENT
     assert worker.telemetry.counts[LogEvent.LISTENER_POOLED] == 1
