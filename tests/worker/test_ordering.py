@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -83,55 +83,6 @@ async def test_processes_that_end_early_do_not_all_begin_with_the_same_keys(dsn:
     assert len(set(first.values())) > 5
 
 
-@pytest.mark.slow
-async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn: str, db: psycopg.Connection) -> None:
-    ids: dict[str, list[int]] = defaultdict(list)
-    for number in range(60):
-        key = f"key-{number % 6}"
-        ids[key].append(enqueue(db, ordering_key=key))
-    fails = frozenset(ids["key-0"][::2] + ids["key-3"][1::3])
-    lines = [Line(dsn, fails=fails), Line(dsn, fails=fails)]
-    await drained(*(line.outbox for line in lines))
-    assert {row.state for row in rows_of(db)} == {"sent"}
-    assert [line.overlaps for line in lines] == [0, 0]
-    rows = db.execute("SELECT ordering_key, id FROM pgoutbox.message ORDER BY finished_at, claimed_at").fetchall()
-    for key, expected in ids.items():
-        assert [message_id for k, message_id in rows if k == key] == expected
-
-
-@pytest.mark.slow
-async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_ends(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    """No periodic poll and no bell wakes it: the end of the previous message does."""
-    line = Line(dsn)
-    async with running(WatchedWorker(line.outbox)) as _:
-        ids = [enqueue(db, ordering_key="k") for _ in range(30)]
-        await until(lambda: line.seen["k"] == ids)
-
-
-@pytest.mark.slow
-async def test_a_saturated_worker_serves_both_ordered_and_other_messages(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
-    order: list[str | None] = []
-    gate = asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        await gate.wait()
-        order.append(message.ordering_key)
-
-    for _ in range(20):
-        enqueue(db)
-        enqueue(db, ordering_key="k")
-    gate.set()
-    await drained(outbox)
-    assert order.count(None) == order.count("k") == 20
-    # The number depends on how long the outcome of each takes to be written, because the next message of the key waits
-    # for it.
-    assert {None, "k"} == set(order[:20])
-
-
 @pytest.mark.parametrize("halts_key", [False, True])
 async def test_the_topic_decides_whether_a_failure_halts_its_key(
     dsn: str, db: psycopg.Connection, halts_key: bool
@@ -170,30 +121,6 @@ async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
             await asyncio.to_thread(Operator(db).prune_by_retention)
         await until(lambda: state_of(db, second) == "sent")
     assert line.seen["k"] == [second]
-
-
-@pytest.mark.slow
-async def test_more_keys_than_one_poll_covers_are_all_served(dsn: str, db: psycopg.Connection) -> None:
-    ids = [enqueue(db, ordering_key=f"key-{number:03}") for number in range(130)]
-    line = Line(dsn)
-    await drained(line.outbox)
-    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
-
-
-@pytest.mark.slow
-async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_covers(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
-    for number in range(250):
-        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
-    line = Line(dsn)
-    worker = WatchedWorker(line.outbox)
-    async with running(worker):
-        await worker.sleeping.wait()
-        due = enqueue(db, ordering_key="key-100-a")
-        await until(lambda: state_of(db, due) == "sent")
-        await worker.polls_and_sleeps()
 
 
 async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
@@ -393,50 +320,12 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
 
 
 @pytest.mark.slow
-async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
-    ids = [enqueue(db) for _ in range(20)]
-    Operator(db).limit_rate("default", Rate(8, 3600), burst=1)
-    db.execute("UPDATE pgoutbox.queue SET burst = 7; UPDATE pgoutbox.queue SET tokens = 7")
-    lines = [Line(dsn), Line(dsn)]
-    workers = [WatchedWorker(line.outbox) for line in lines]
-    async with running(workers[0]), running(workers[1]):
-        for worker in workers:
-            await worker.asleep.wait()
-        assert sum(len(line.seen[None]) for line in lines) == 7
-        # More tokens, and all workers are notified.
-        Operator(db).limit_rate("default", None)
-        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
-
-
-@pytest.mark.slow
 async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
     Operator(db).limit_rate("default", Rate(100, 1), burst=1)
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)):
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
-
-
-@pytest.mark.slow
-async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limit(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    ids = [enqueue(db) for _ in range(40)]
-    Operator(db).limit_in_flight("default", 2)
-    outbox = Outbox(settings_for(dsn))
-    in_flight = most = 0
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        nonlocal in_flight, most
-        in_flight += 1
-        most = max(most, in_flight)
-        await asyncio.sleep(0)  # Another attempt could begin here if it were allowed.
-        in_flight -= 1
-
-    async with running(WatchedWorker(outbox)):
-        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
-    assert most <= 2
 
 
 async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Connection) -> None:

@@ -105,31 +105,6 @@ def test_a_burst_is_a_part_of_the_rate(rolled_back: psycopg.Connection, burst: i
         limit(rolled_back, 60, burst=burst)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "seconds", "burst"),
-    [(60, 3600, None), (60, 3600, 1), (60, 3600, 60), (3, 900, None), (1, 60, None), (20, 1, None)],
-)
-def test_no_period_sees_more_attempts_than_its_rate(
-    rolled_back: psycopg.Connection, count: int, seconds: float, burst: int | None
-) -> None:
-    """A backlog is delivered after an idle time. The time between two claims is played."""
-    rolled_back.execute("SELECT pgoutbox.enqueue('greet', '1') FROM generate_series(1, %s)", [4 * count])
-    limit(rolled_back, count, seconds, burst=burst)
-    played, begun = 0.0, list[float]()
-    while len(begun) <= 2 * count:
-        claimed = len(claim(rolled_back, total=count))
-        ((claimed_at,),) = rolled_back.execute(
-            "SELECT extract(epoch FROM tokens_at - now())::float8 FROM pgoutbox.queue"
-        ).fetchall()
-        begun += [played + claimed_at] * claimed
-        wait = next_permit(rolled_back) or 0.0
-        pass_time(rolled_back, wait)
-        played += wait
-    most = max(sum(start <= other < start + seconds for other in begun) for start in begun)
-    assert most == count
-
-
 def test_tokens_refill_at_the_pace_of_the_rate_up_to_the_burst(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 8)
     limit(rolled_back, 60, burst=2)
