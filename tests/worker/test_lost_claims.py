@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.kernel.seams import Row, Step
 
+
 def lose_answer(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Lose the answer to the nth claim that found messages."""
     trip = WorkerConnection.trip

@@ -7,9 +7,6 @@ import asyncio
 import contextlib
 import linecache
 import logging
-import multiprocessing
-import os
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -49,7 +46,6 @@ from tests.support.outbox_actions import (
     until_blocked,
 )
 from tests.support.waiting import until, until_idle
-from tests.support.worker_process import connection_count
 from tests.support.worker_sql import (
     Trip,
     WatchedWorker,
@@ -57,22 +53,16 @@ from tests.support.worker_sql import (
     claim,
     claim_ordered,
     claims,
-    finishes,
-    has_claimed,
     ids_in_flight,
     run_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from multiprocessing.sharedctypes import Synchronized
-    from multiprocessing.synchronize import Event as ProcessEvent
-    from pathlib import Path
 
     from pgoutbox.kernel.seams import Row, Step
     from tests.conftest import Connect, Server
 
-SPAWN = multiprocessing.get_context("spawn")
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 
@@ -430,17 +420,6 @@ async def delivery_order(dsn: str, db: psycopg.Connection, queues: Sequence[str]
             enqueue(db, queue=queue)
     await Worker(outbox, queues=queues).run_once()
     return order
-
-
-async def test_queues_without_weights_are_served_strictly_in_their_order(dsn: str, db: psycopg.Connection) -> None:
-    order = await delivery_order(dsn, db, ["critical", "bulk"], {"bulk": 4, "critical": 4})
-    assert order == ["critical"] * 4 + ["bulk"] * 4
-
-
-async def test_queues_with_weights_share_in_their_proportion(dsn: str, db: psycopg.Connection) -> None:
-    order = await delivery_order(dsn, db, ["critical:3", "bulk:1"], {"bulk": 8, "critical": 6})
-    assert order[:8].count("critical") == 6
-    assert order[:8].count("bulk") == 2
 
 
 async def test_a_queue_outside_the_workers_list_is_not_served(dsn: str, db: psycopg.Connection) -> None:
@@ -1488,147 +1467,6 @@ async def test_stopping_wakes_a_sleeping_worker(idle: WatchedWorker) -> None:
 
 # --- killed and stopped processes -------------------------------------------------------------------------------------
 
-KILL_POINTS = ["after claim", "before send", "after send", "after finish"]
-
-
-def deliver_and_die(dsn: str, point: str) -> None:
-    """Start a worker process that ends at one point of the first message's processing, like after a SIGKILL."""
-    outbox = Outbox(settings_for(dsn, worker_name="doomed"))
-
-    def die(at: str) -> None:
-        if at == point:
-            os._exit(9)
-
-    async def die_in_a_trip(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
-        results = await trip(steps)
-        if has_claimed(steps, results):
-            die("after claim")
-        if finishes(steps):
-            die("after finish")
-        return results
-
-    @outbox.handler("greet")
-    def greet(message: Message, ctx: SyncContext) -> None:
-        die("before send")
-        hand_over(dsn, message)
-        die("after send")
-
-    Link.trip = around_trips(die_in_a_trip)  # type: ignore[method-assign] # dies, and is otherwise the same
-    asyncio.run(Worker(outbox).run_once())
-
-
-def hand_over(dsn: str, message: Message) -> None:
-    """Write the side effect: a line in a ledger outside the worker's transactions."""
-    with psycopg.connect(dsn, autocommit=True) as ledger:
-        ledger.execute("INSERT INTO handed_over VALUES (%s, %s)", [message.id, message.idempotency_key])
-
-
-@pytest.fixture
-def ledger(db: psycopg.Connection) -> Callable[[], list[tuple[int, str]]]:
-    """Create a table of hand-overs, and return a function that reads it."""
-    db.execute("CREATE TABLE handed_over (message_id bigint, idempotency_key text)")
-    return lambda: db.execute("SELECT message_id, idempotency_key FROM handed_over ORDER BY message_id").fetchall()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", KILL_POINTS)
-async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_duplicates(
-    outbox: Outbox, dsn: str, db: psycopg.Connection, ledger: Callable[[], list[tuple[int, str]]], point: str
-) -> None:
-    message_id = enqueue(db)
-    doomed = SPAWN.Process(target=deliver_and_die, args=(dsn, point), daemon=True)
-    doomed.start()
-    await asyncio.to_thread(doomed.join, PATIENCE_SECONDS)
-    assert doomed.exitcode == 9
-    await until(lambda: connection_count(db) == 0)
-    lapse(db, message_id)
-
-    @outbox.handler("greet")
-    def greet(message: Message, ctx: SyncContext) -> None:
-        hand_over(dsn, message)
-
-    await Worker(outbox).run_once()
-    row = row_of(db, message_id)
-    assert row.state == State.SENT
-    handed_over = ledger()
-    assert len(handed_over) == (2 if point == "after send" else 1)
-    assert len(set(handed_over)) == 1
-    assert row.attempt_count == (1 if point == "after finish" else 2)
-
-
-def deliver_when_told(
-    dsn: str, in_handler: ProcessEvent, at_rest: ProcessEvent, go_on: ProcessEvent, lost_count: Synchronized[int]
-) -> None:
-    """Start a worker process whose handler waits halfway; `at_rest` if it claims nothing in the meantime."""
-    outbox = Outbox(settings_for(dsn, worker_name="stale"))
-
-    async def rest(steps: Sequence[Step], trip: Trip) -> list[list[Row]]:
-        results = await trip(steps)
-        if any(statement is statements.NEXT_DUE for statement, _ in steps):
-            at_rest.set()
-        return results
-
-    @outbox.handler("greet")
-    def greet(message: Message, ctx: SyncContext) -> None:
-        in_handler.set()
-        go_on.wait(PATIENCE_SECONDS)
-
-    Link.trip = around_trips(rest)  # type: ignore[method-assign] # tells, and is otherwise the same
-    worker = Worker(outbox)
-    asyncio.run(worker.run_once())
-    lost_count.value = worker.telemetry.counts[LogEvent.LEASE_LOST]
-
-
-AUDIT = """
-CREATE TABLE audit (at bigserial, message_id bigint, state text, attempt_count integer, worker text, writer text);
-CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
-BEGIN
-    INSERT INTO public.audit (message_id, state, attempt_count, worker, writer)
-    VALUES (NEW.id, NEW.state, NEW.attempt_count, NEW.worker, pg_backend_pid()::text);
-    RETURN NULL;
-END
-$$;
-CREATE TRIGGER note AFTER INSERT OR UPDATE ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION note();
-"""
-
-
-@pytest.mark.slow
-async def test_a_process_stopped_past_its_lease_writes_nothing_when_it_continues(
-    outbox: Outbox, dsn: str, db: psycopg.Connection
-) -> None:
-    db.execute(AUDIT)
-
-    def everything() -> list[tuple[object, ...]]:
-        return [*db.execute("SELECT * FROM pgoutbox.message"), *db.execute("SELECT * FROM audit")]
-
-    message_id = enqueue(db)
-    in_handler, at_rest, go_on, lost_count = SPAWN.Event(), SPAWN.Event(), SPAWN.Event(), SPAWN.Value("i", -1)
-    stale = SPAWN.Process(target=deliver_when_told, args=(dsn, in_handler, at_rest, go_on, lost_count), daemon=True)
-    stale.start()
-    try:
-        assert await asyncio.to_thread(in_handler.wait, PATIENCE_SECONDS)
-        # A claim in transit to the server would be executed after the lease has ended.
-        assert await asyncio.to_thread(at_rest.wait, PATIENCE_SECONDS)
-        assert stale.pid is not None
-        os.kill(stale.pid, signal.SIGSTOP)
-        _, status = await asyncio.to_thread(os.waitpid, stale.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-        lapse(db, message_id)
-
-        @outbox.handler("greet")
-        async def greet(message: Message, ctx: Context) -> None: ...
-
-        finisher = Worker(outbox)
-        await finisher.run_once()
-        row, before = row_of(db, message_id), everything()
-        assert (row.state, row.attempt_count, row.worker) == ("sent", 2, finisher.name)
-    finally:
-        os.kill(stale.pid or 0, signal.SIGCONT)
-        go_on.set()
-        await asyncio.to_thread(stale.join, PATIENCE_SECONDS)
-    assert (stale.exitcode, lost_count.value) == (0, 1)
-    assert everything() == before
-
 
 @pytest.mark.slow
 async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db: psycopg.Connection) -> None:
@@ -1662,33 +1500,6 @@ def terminate(db: psycopg.Connection, purpose: str) -> int:
             [f"pgoutbox {purpose}%"],
         ).fetchall()
     )
-
-
-@pytest.mark.slow
-async def test_terminated_connections_lose_no_message(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, lease_seconds=1, batch_size=5, concurrency=5))
-    db.execute(AUDIT)
-    ids = [enqueue(db) for _ in range(60)]
-    kills = iter(["claim", "finish", "lease", "listen", "%", "finish", "claim", "%"])
-    delivered: list[int] = []
-    all_delivered = asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        delivered.append(message.id)
-        if len(delivered) % 7 == 0:
-            terminate(db, next(kills, "nothing"))
-        if set(delivered) == set(ids):
-            all_delivered.set()
-
-    async with running(WatchedWorker(outbox)):
-        await all_delivered.wait()
-    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
-    counts = db.execute(
-        "SELECT message_id, array_agg(attempt_count ORDER BY at), count(*) FILTER (WHERE state = 'sent') "
-        "FROM audit GROUP BY message_id"
-    ).fetchall()
-    assert all(numbers == sorted(numbers) and sent_count == 1 for _, numbers, sent_count in counts)
 
 
 @pytest.mark.slow
@@ -1760,82 +1571,6 @@ async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
             db.execute(f"ALTER DATABASE {db.info.dbname} RESET default_transaction_read_only".encode())
             await heard.wait_for(LogEvent.DATABASE_BACK)
     assert heard.events.count(LogEvent.DATABASE_LOST) == 1
-
-
-async def test_a_finish_with_a_lost_answer_takes_effect_and_sends_nothing_twice(
-    dsn: str, db: psycopg.Connection, tmp_path: Path
-) -> None:
-    async with lossy_proxy(db, tmp_path, marker=b"SET state = 'sent'", answer=b"UPDATE 1\x00") as proxy:
-        outbox = Outbox(settings_for(proxy.dsn))
-        delivered: list[int] = []
-
-        @outbox.handler("greet")
-        async def greet(message: Message, ctx: Context) -> None:
-            delivered.append(message.id)
-
-        message_id = enqueue(db)
-        worker = Worker(outbox)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await worker.run_once()
-        assert proxy.dropped_count == 1
-    assert delivered == [message_id]
-    assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
-    assert worker.telemetry.counts[LogEvent.SENT] == 1
-    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
-
-
-@dataclass(slots=True)
-class LossyProxy:
-    """The proxy's address, and the number of lost answers."""
-
-    dsn: str
-    dropped_count: int = 0
-
-
-@contextlib.asynccontextmanager
-async def lossy_proxy(
-    db: psycopg.Connection, directory: Path, *, marker: bytes, answer: bytes
-) -> AsyncIterator[LossyProxy]:
-    """Run a proxy that drops one `answer`, with its connection, after `marker` was sent."""
-    info = db.info
-    proxy = LossyProxy(f"postgresql://{info.user}@/{info.dbname}?host={directory}&port={info.port}")
-
-    async def forward(client: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
-        if info.host.startswith("/"):
-            server, server_writer = await asyncio.open_unix_connection(f"{info.host}/.s.PGSQL.{info.port}")
-        else:
-            server, server_writer = await asyncio.open_connection(info.host, info.port)
-        marked = False
-
-        async def to_server() -> None:
-            nonlocal marked
-            while data := await client.read(65_536):
-                marked = marked or marker in data
-                server_writer.write(data)
-                await server_writer.drain()
-            server_writer.close()
-
-        async def to_client() -> None:
-            while data := await server.read(65_536):
-                if marked and answer in data and proxy.dropped_count == 0:
-                    proxy.dropped_count += 1
-                    break
-                client_writer.write(data)
-                await client_writer.drain()
-            client_writer.close()
-
-        try:
-            with contextlib.suppress(OSError):
-                await asyncio.gather(to_server(), to_client())
-        finally:
-            for writer in (client_writer, server_writer):
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-
-    server = await asyncio.start_unix_server(forward, f"{directory}/.s.PGSQL.{info.port}")
-    async with server:
-        yield proxy
 
 
 # Long enough to open and prepare a session on a slow machine.
