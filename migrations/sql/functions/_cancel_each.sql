@@ -4,7 +4,6 @@ RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE

@@ -5,7 +5,6 @@ LANGUAGE sql
 STABLE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 SELECT common.state, sum(c.reltuples * common.share)::bigint
 FROM pg_partition_tree('pgoutbox.message_done') AS part

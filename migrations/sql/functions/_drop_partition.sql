@@ -10,7 +10,6 @@ LANGUAGE plpgsql
 VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET timezone = 'UTC'
 SET datestyle = 'ISO, YMD'
 SET lock_timeout = '100ms'

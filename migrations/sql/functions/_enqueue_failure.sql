@@ -5,7 +5,6 @@ RETURNS bigint
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 DECLARE
     draft constant pgoutbox.draft := pgoutbox._draft(

@@ -6,7 +6,6 @@ RETURNS void
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 DELETE FROM pgoutbox.cancel_request AS c
 WHERE c.ctid = ANY (ARRAY(

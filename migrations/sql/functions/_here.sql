@@ -5,7 +5,6 @@ LANGUAGE plpgsql
 STABLE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     database_id := (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database());

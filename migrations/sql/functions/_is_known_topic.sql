@@ -7,7 +7,6 @@ LANGUAGE sql
 STABLE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 SELECT EXISTS (SELECT FROM pgoutbox.key_head AS h WHERE h.scope = _is_known_topic.topic)
     OR EXISTS (SELECT FROM pgoutbox.worker AS w WHERE _is_known_topic.topic = ANY (w.topics))

@@ -11,7 +11,6 @@ RETURNS SETOF text
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
 WITH old AS MATERIALIZED (

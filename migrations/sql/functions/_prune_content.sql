@@ -6,7 +6,6 @@ RETURNS TABLE (last_id bigint, content_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET enable_seqscan = off
 AS $function$
 WITH page AS MATERIALIZED (

@@ -7,7 +7,6 @@ RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     IF older_than IS NULL THEN

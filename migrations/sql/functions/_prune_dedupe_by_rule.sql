@@ -4,7 +4,6 @@ RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
 SELECT d.last_topic, d.last_key, d.key_count, d.forgotten_count

@@ -15,7 +15,6 @@ RETURNS TABLE (last_scope text, last_key text, key_count bigint, forgotten_count
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET enable_seqscan = off
 AS $function$
 WITH page AS MATERIALIZED (

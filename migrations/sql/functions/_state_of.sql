@@ -5,7 +5,6 @@ LANGUAGE plpgsql
 VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     RETURN (SELECT m.state FROM pgoutbox.message AS m WHERE m.id = message_id);

@@ -6,7 +6,6 @@ RETURNS void
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 DECLARE
     person constant text := coalesce(announce_act.actor, session_user);

@@ -3,7 +3,6 @@ RETURNS text
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 SELECT c.result FROM pgoutbox._cancel_each(ARRAY[cancel.message_id], cancel.states) AS c
 $function$;

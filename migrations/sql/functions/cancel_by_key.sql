@@ -6,7 +6,6 @@ RETURNS TABLE (id bigint, result text)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (

@@ -5,7 +5,6 @@ LANGUAGE sql
 STABLE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 SELECT left(pgoutbox._keyed_digest('destination', lower(destination_digest.destination)), 32)
 $function$;

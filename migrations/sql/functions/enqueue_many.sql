@@ -3,7 +3,6 @@ RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     RETURN QUERY

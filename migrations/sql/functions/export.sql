@@ -4,7 +4,6 @@ RETURNS TABLE (id bigint, message jsonb, headers jsonb, payload jsonb, content j
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET timezone = 'UTC'
 AS $function$
 #variable_conflict use_column

@@ -24,7 +24,6 @@ LANGUAGE sql
 STABLE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 WITH failed AS MATERIALIZED (
     SELECT

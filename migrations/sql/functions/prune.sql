@@ -4,7 +4,6 @@ RETURNS SETOF text
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 WITH old AS MATERIALIZED (
     SELECT m.id, m.state, m.finished_at

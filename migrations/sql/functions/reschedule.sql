@@ -5,7 +5,6 @@ RETURNS TABLE (id bigint, result text, state text, superseded_by bigint)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET timezone = 'UTC' -- The details of the act do not depend on the session.
 AS $function$
 #variable_conflict use_column

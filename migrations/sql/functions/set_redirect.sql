@@ -10,7 +10,6 @@ RETURNS TABLE (set_by text, set_at timestamptz, until_at timestamptz)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 #variable_conflict use_column
 DECLARE

@@ -3,7 +3,6 @@ RETURNS void
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 INSERT INTO pgoutbox.retention (topic, state, keep)
 VALUES (set_retention.topic, set_retention.state, set_retention.keep)

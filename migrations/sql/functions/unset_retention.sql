@@ -4,7 +4,6 @@ RETURNS boolean
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 WITH deleted AS (
     DELETE FROM pgoutbox.retention AS r

@@ -4,7 +4,6 @@ RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     IF pgoutbox._is_act() THEN

@@ -5,7 +5,6 @@ RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     PERFORM pgoutbox._wake_all_workers(q.queue)

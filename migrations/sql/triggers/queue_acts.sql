@@ -3,7 +3,6 @@ RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 SET timezone = 'UTC' -- The details do not depend on the session.
 AS $function$
 DECLARE

@@ -4,7 +4,6 @@ RETURNS trigger
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET standard_conforming_strings = on
 AS $function$
 BEGIN
     INSERT INTO pgoutbox.rate_claim (queue, claimed_at, begun_count, attempt_count)
