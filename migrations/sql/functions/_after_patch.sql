@@ -1,4 +1,5 @@
--- RFC 7396. It recurses into the members of the patch alone.
+-- A JSON value after a merge patch: members of the patch replace those of the value, and null removes them. RFC 7396.
+-- It recurses into the members of the patch alone.
 CREATE FUNCTION pgoutbox._after_patch(target jsonb, patch jsonb)
 RETURNS jsonb
 LANGUAGE plpgsql
@@ -23,6 +24,3 @@ BEGIN
     RETURN merged;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._after_patch IS
-    'A JSON value after a merge patch: members of the patch replace those of the value, and null removes them.';

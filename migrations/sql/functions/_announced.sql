@@ -1,4 +1,5 @@
--- The setting counts only with the digest that announce_act makes for this transaction. So a session cannot forge it, and a
+-- The id, actor and origin of the act that announce_act has announced in this transaction, and its statement; or null. The
+-- setting counts only with the digest that announce_act makes for this transaction. So a session cannot forge it, and a
 -- pooler cannot carry it to another client.
 CREATE FUNCTION pgoutbox._announced()
 RETURNS jsonb
@@ -17,6 +18,3 @@ BEGIN
     END;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._announced IS
-    'The id, actor and origin of the act that announce_act has announced in this transaction, and its statement; or null.';

@@ -1,4 +1,5 @@
--- If the clock was set back, for example by a failover, no tokens are lost.
+-- Tokens in the bucket of a limited queue, as a fraction; null without a rate. If the clock was set back, for example
+-- by a failover, no tokens are lost.
 CREATE FUNCTION pgoutbox._bucket_of(limited pgoutbox.queue, at timestamptz)
 RETURNS double precision
 LANGUAGE sql
@@ -10,5 +11,3 @@ RETURN least(
         OPERATOR(pg_catalog.*) limited.tokens_per_second
     )
 );
-
-COMMENT ON FUNCTION pgoutbox._bucket_of IS 'Tokens in the bucket of a limited queue, as a fraction; null without a rate.';

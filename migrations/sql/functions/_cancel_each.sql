@@ -1,4 +1,5 @@
--- The audit gets one row for all messages of the call. Cancels of applications in their business transactions are not acts.
+-- cancel for several messages, as one act. The audit gets one row for all messages of the call. Cancels of applications in
+-- their business transactions are not acts.
 CREATE FUNCTION pgoutbox._cancel_each(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
@@ -22,5 +23,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._cancel_each IS 'cancel for several messages, as one act.';

@@ -1,5 +1,6 @@
--- A message whose row is locked at this moment may be in flight a moment later. So it gets a request too, and the claim
--- that finds the request ends the message. A caller that asks for pending messages alone gets no request.
+-- cancel for several messages, without the audit. A message whose row is locked at this moment may be in flight a
+-- moment later. So it gets a request too, and the claim that finds the request ends the message. A caller that asks for
+-- pending messages alone gets no request.
 CREATE FUNCTION pgoutbox._cancel_unrecorded(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
@@ -57,5 +58,3 @@ BEGIN
     LEFT JOIN pgoutbox.message AS m ON m.id = asked.id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._cancel_unrecorded IS 'cancel for several messages, without the audit.';

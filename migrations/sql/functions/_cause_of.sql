@@ -1,7 +1,7 @@
--- What errors have in common that differ only in addresses, quoted values, ids and numbers, without the DETAIL and
--- CONTEXT of PostgreSQL, which quote rows. A status code such as 404 or 550 stays, where such codes stand: at the
--- beginning, and after a colon, a bracket or the name of a protocol. A quotation that is cut off ends with the text.
--- Python quotes names of the program in some errors: KeyError: 'vat_id' stays.
+-- What errors of one cause have in common: the error without addresses, quoted values, ids and numbers, and without the
+-- DETAIL and CONTEXT of PostgreSQL, which quote rows. A status code such as 404 or 550 stays, where such codes stand:
+-- at the beginning, and after a colon, a bracket or the name of a protocol. A quotation that is cut off ends with the
+-- text. Python quotes names of the program in some errors: KeyError: 'vat_id' stays.
 CREATE FUNCTION pgoutbox._cause_of(error text)
 RETURNS text
 LANGUAGE sql
@@ -26,6 +26,3 @@ RETURN left(
     ),
     200
 );
-
-COMMENT ON FUNCTION pgoutbox._cause_of IS
-    'The error without addresses, quoted values, ids and numbers: equal for errors of one cause.';

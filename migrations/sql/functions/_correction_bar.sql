@@ -1,5 +1,6 @@
--- An encrypted payload is bound to its destination, except that of a fan-out; the message for a hook contains the payload
--- of the failed message. The place of a message in its ordering key belongs to its queue.
+-- Why these changes of a correction do not fit a message: encrypted or ordered; null if they do. An encrypted payload is
+-- bound to its destination, except that of a fan-out; the message for a hook contains the payload of the failed message.
+-- The place of a message in its ordering key belongs to its queue.
 CREATE FUNCTION pgoutbox._correction_bar(message pgoutbox.message, changes jsonb)
 RETURNS text
 LANGUAGE sql
@@ -15,6 +16,3 @@ SELECT CASE
     WHEN changes ? 'queue' AND message.ordering_key IS NOT NULL AND changes ->> 'queue' <> message.queue THEN 'ordered'
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._correction_bar IS
-    'Why these changes of a correction do not fit a message: encrypted or ordered; null if they do.';

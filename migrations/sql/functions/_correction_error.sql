@@ -1,3 +1,4 @@
+-- The first invalid field of a message after the changes of a correction, as name and reason; null if all are valid.
 CREATE FUNCTION pgoutbox._correction_error(message pgoutbox.message, changes jsonb)
 RETURNS text
 LANGUAGE plpgsql
@@ -31,6 +32,3 @@ BEGIN
     END;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._correction_error IS
-    'The first invalid field of a message after the changes of a correction, as name and reason; null if all are valid.';

@@ -1,10 +1,11 @@
--- Delete unneeded keys from one page of the table, in the order of the primary key, and return the end of the page. The
--- cost depends on the size of the page, not of the table. Each check of a key is a scalar subquery, because the planner
--- could turn an EXISTS into a hash of all messages. Sequential scans are off, so that no small partition is read as a
--- whole, once for each key.
+-- Delete unneeded dedupe keys from one page of the table, in the order of the primary key, and return the end of the
+-- page. The cost depends on the size of the page, not of the table. Each check of a key is a scalar subquery, because
+-- the planner could turn an EXISTS into a hash of all messages. Sequential scans are off, so that no small partition is
+-- read as a whole, once for each key.
 --
 -- A key is unneeded if its message is deleted, unless it is kept: then its rule decides, or the age if one is given. A
--- message that takes over the key meanwhile has changed it, so the lock looks at it again. Topics begin with a letter, so a brace sorts after all of them.
+-- message that takes over the key meanwhile has changed it, so the lock looks at it again. Topics begin with a letter,
+-- so a brace sorts after all of them.
 CREATE FUNCTION pgoutbox._delete_dedupe_keys(
     only_topic text, created_by timestamptz, at_most bigint, after_topic text, after_key text
 )
@@ -46,6 +47,3 @@ FROM page AS p
 ORDER BY p.topic DESC, p.dedupe_key DESC
 LIMIT 1
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._delete_dedupe_keys IS
-    'Delete the dedupe keys of one page whose message is deleted: kept ones by their rules, or all by age.';

@@ -1,5 +1,5 @@
--- The caller has locked the messages. A deleted message no longer halts its ordering key, so the workers of its queue
--- are woken.
+-- Delete final messages and, unless it keeps them, their dedupe keys. Returns their states. The caller has locked the
+-- messages. A deleted message no longer halts its ordering key, so the workers of its queue are woken.
 CREATE FUNCTION pgoutbox._delete_messages(
     ids bigint[], states text[], finished_ats timestamptz[], keeps_dedupe_keys boolean
 )
@@ -49,6 +49,3 @@ BEGIN
     WHERE (SELECT count(*) FROM notified) >= 0 AND (SELECT count(*) FROM recorded) >= 0;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._delete_messages IS
-    'Delete final messages and, unless it keeps them, their dedupe keys. Returns their states.';

@@ -1,4 +1,5 @@
--- PostgreSQL shows the statistics of a column only to roles that may read it, even through a view: hence a function.
+-- Estimated number of finished messages in each state, by the last ANALYZE. PostgreSQL shows the statistics of a column
+-- only to roles that may read it, even through a view: hence a function.
 CREATE FUNCTION pgoutbox._done_estimate()
 RETURNS TABLE (state text, messages bigint)
 LANGUAGE sql
@@ -14,6 +15,3 @@ CROSS JOIN LATERAL unnest(s.most_common_vals::text::text[], s.most_common_freqs)
 WHERE part.isleaf AND c.reltuples > 0
 GROUP BY common.state
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._done_estimate IS
-    'Estimated number of finished messages in each state, by the last ANALYZE.';

@@ -1,3 +1,4 @@
+-- The draft with these options, which are the fields of the type draft.
 CREATE FUNCTION pgoutbox._draft(topic text, payload jsonb, options jsonb)
 RETURNS pgoutbox.draft
 LANGUAGE plpgsql
@@ -11,5 +12,3 @@ BEGIN
     RETURN draft;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._draft IS 'The draft with these options, which are the fields of the type draft.';

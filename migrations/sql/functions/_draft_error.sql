@@ -1,5 +1,6 @@
--- One expression without a subselect, so that PostgreSQL inlines it. A bounded repetition in a regular expression costs
--- ten times as much as an unbounded one. Only large payloads are converted to text: that costs a tenth of an enqueue.
+-- The first invalid field of a draft, as name and reason; null if all are valid. One expression without a subselect, so
+-- that PostgreSQL inlines it. A bounded repetition in a regular expression costs ten times as much as an unbounded one.
+-- Only large payloads are converted to text: that costs a tenth of an enqueue.
 CREATE FUNCTION pgoutbox._draft_error(draft pgoutbox.draft)
 RETURNS text
 LANGUAGE sql
@@ -70,6 +71,3 @@ SELECT CASE
         THEN 'headers: must not have more than 65536 bytes'
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._draft_error IS
-    'The first invalid field of a draft, as name and reason; null if all are valid.';

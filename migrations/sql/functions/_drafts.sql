@@ -1,4 +1,5 @@
--- A number is a time in seconds, and a time has its zone, so that no setting of the session changes what a text means.
+-- The drafts of an array of JSON objects, whose names are those of the type draft. A number is a time in seconds, and a
+-- time has its zone, so that no setting of the session changes what a text means.
 CREATE FUNCTION pgoutbox._drafts(messages jsonb, place text)
 RETURNS pgoutbox.draft[]
 LANGUAGE plpgsql
@@ -50,5 +51,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._drafts IS 'The drafts of an array of JSON objects, whose names are those of the type draft.';

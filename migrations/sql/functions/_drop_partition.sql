@@ -1,5 +1,6 @@
--- The messages of the partition are read, if necessary, under locks against writes to it and changes of rules. The DROP
--- waits for all users of message_done, and later users wait behind it, for at most lock_timeout.
+-- Drop a partition of message_done if no retention rule keeps any of its messages. Returns dropped, kept, missing or
+-- busy. The messages of the partition are read, if necessary, under locks against writes to it and changes of rules.
+-- The DROP waits for all users of message_done, and later users wait behind it, for at most lock_timeout.
 --
 -- Each function that changes partitions or grants locks the table home first. Only its owner may lock it, but every login
 -- could take an advisory lock. These functions run with the owner's privileges, so that a worker needs none. They
@@ -69,7 +70,3 @@ BEGIN
     RETURN 'dropped';
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._drop_partition IS
-    'Drop a partition of message_done if no retention rule keeps any of its messages. Returns dropped, kept, missing or '
-    'busy.';

@@ -1,8 +1,9 @@
--- The only function that writes new messages, besides the plain case of _enqueue_receipt. Every draft is checked before the
--- first message is written. Each call locks dedupe keys first and then the other keys, each kind sorted. So two transactions
--- that make one call each never wait for each other in a circle. No statement joins two sets: rows are looked up one by
--- one, because a plan may be made while the tables are empty and be used for thousands of drafts. Its callers pin the
--- settings of the session.
+-- Write drafts in this transaction. Returns their ids; in place of a duplicate, the id of the message that has its dedupe
+-- key, negative. The only function that writes new messages, besides the plain case of _enqueue_receipt. Every draft is
+-- checked before the first message is written. Each call locks dedupe keys first and then the other keys, each kind sorted.
+-- So two transactions that make one call each never wait for each other in a circle. No statement joins two sets: rows are
+-- looked up one by one, because a plan may be made while the tables are empty and be used for thousands of drafts. Its
+-- callers pin the settings of the session.
 CREATE FUNCTION pgoutbox._enqueue(
     drafts pgoutbox.draft[],
     notify boolean,
@@ -103,7 +104,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._enqueue IS
-    'Write drafts in this transaction. Returns their ids; in place of a duplicate, the id of the message that has its '
-    'dedupe key, negative.';

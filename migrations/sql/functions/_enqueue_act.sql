@@ -1,5 +1,7 @@
--- Operators have no right to call `enqueue`, which records nothing. A found duplicate is not an act. So for them it does
--- not depend on the payload: otherwise an operator could guess one, without a trace.
+-- _enqueue_receipt as an act of an operator: the audit records the topic, the id and a digest of the destination, not
+-- the payload. Refused with a destination during a blackout. Operators have no right to call `enqueue`, which records
+-- nothing. A found duplicate is not an act. So for them it does not depend on the payload: otherwise an operator could
+-- guess one, without a trace.
 CREATE FUNCTION pgoutbox._enqueue_act(topic text, payload jsonb, options jsonb, notify boolean)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -29,7 +31,3 @@ BEGIN
     RETURN receipt;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._enqueue_act IS
-    '_enqueue_receipt as an act of an operator: the audit records the topic, the id and a digest of the '
-    'destination, not the payload. Refused with a destination during a blackout.';

@@ -1,5 +1,6 @@
--- The worker may not write `failure_of`, which decides which messages an erasure deletes. Only the owner of the schema
--- sets it, in the transaction that enqueues the message.
+-- Enqueue the message for the hook of a failed message, with the owner of that one. Returns its id. The worker may not
+-- write `failure_of`, which decides which messages an erasure deletes. Only the owner of the schema sets it, in the
+-- transaction that enqueues the message.
 CREATE FUNCTION pgoutbox._enqueue_failure(failure jsonb, max_attempts integer)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -19,6 +20,3 @@ BEGIN
     RETURN (pgoutbox._enqueue(ARRAY[draft], true, failure_of => (failure ->> 'message_id')::bigint))[1];
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._enqueue_failure IS
-    'Enqueue the message for the hook of a failed message, with the owner of that one. Returns its id.';

@@ -1,5 +1,6 @@
--- Its callers need no privilege on any table: it runs with the owner's privileges. The plain case is here, because
--- another function would cost as much again.
+-- enqueue with its options as JSON. The id is negative if the message already existed. Its callers need no privilege on
+-- any table: it runs with the owner's privileges. The plain case is here, because another function would cost as much
+-- again.
 CREATE FUNCTION pgoutbox._enqueue_receipt(topic text, payload jsonb, options jsonb, notify boolean)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -28,6 +29,3 @@ BEGIN
     RETURN (pgoutbox._enqueue(ARRAY[pgoutbox._draft(topic, payload, options)], notify))[1];
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._enqueue_receipt IS
-    'enqueue with its options as JSON. The id is negative if the message already existed.';

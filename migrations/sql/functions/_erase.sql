@@ -1,9 +1,11 @@
--- The keys of the messages are locked first: while they are, no message of these keys can be enqueued. The statements
--- after that see every message of these keys, and only this transaction can need or free a key. A message whose key is
--- locked by another session is left for another call. So an erased message never leaves an unneeded key behind.
+-- Delete those of the messages that have this owner and this destination, if given, with all that belongs to them.
+-- Returns for each id the same result as erase, or changed: it has another owner or destination. The keys of the
+-- messages are locked first: while they are, no message of these keys can be enqueued. The statements after that see
+-- every message of these keys, and only this transaction can need or free a key. A message whose key is locked by
+-- another session is left for another call. So an erased message never leaves an unneeded key behind.
 --
--- A key stays if a message that is left needs it, as in _prune_keys: without the head of a
--- coalesce key, a superseded message would be delivered.
+-- A key stays if a message that is left needs it, as in _prune_keys: without the head of a coalesce key, a superseded
+-- message would be delivered.
 --
 -- A message may have got another destination since its id was found, so owner and destination are compared under lock.
 CREATE FUNCTION pgoutbox._erase(ids bigint[], owner text DEFAULT NULL, destination text DEFAULT NULL)
@@ -238,7 +240,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._erase IS
-    'Delete those of the messages that have this owner and this destination, if given, with all that belongs to them. '
-    'Returns for each id the same result as erase, or changed: it has another owner or destination.';

@@ -1,5 +1,7 @@
--- Acts repeat the same values, such as topics and states. So each different value is compared once. Only statements and
--- reasons name persons. The rest of details is what the database found, for example a limit or the target of a redirect.
+-- Replace by (erased) what acts state about a person: the addresses, the texts in acts on the erased messages, and
+-- values that equal one of the keys. Returns the number of changed acts. Acts repeat the same values, such as topics and
+-- states. So each different value is compared once. Only statements and reasons name persons. The rest of details is
+-- what the database found, for example a limit or the target of a redirect.
 CREATE FUNCTION pgoutbox._erase_in_audit(
     addresses text[], texts text[], keys text[], erased_ids bigint[], only_erased boolean
 )
@@ -53,7 +55,3 @@ BEGIN
     RETURN changed_count;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._erase_in_audit IS
-    'Replace by (erased) what acts state about a person: the addresses, the texts in acts on the erased messages, and '
-    'values that equal one of the keys. Returns the number of changed acts.';

@@ -1,6 +1,8 @@
--- The caller has locked these keys in an earlier statement, so no message of them can be enqueued. The checks are those
--- of _prune_keys. Rows can outlive their message, for example the dedupe key of a message that was deleted as it was
--- sent. This statement deletes them only if it sees no such message: one may have just committed.
+-- Delete those of the locked coalesce and ordering keys that no message needs, and the dedupe keys of missing messages.
+-- Returns the message of each deleted row. The caller has locked these keys in an earlier statement, so no message of
+-- them can be enqueued. The checks are those of _prune_keys. Rows can outlive their message, for example the dedupe key
+-- of a message that was deleted as it was sent. This statement deletes them only if it sees no such message: one may
+-- have just committed.
 CREATE FUNCTION pgoutbox._erase_left_behind(head_scopes text[], head_keys text[], missing_ids bigint[])
 RETURNS SETOF bigint
 LANGUAGE plpgsql
@@ -72,7 +74,3 @@ BEGIN
     SELECT d.message_id FROM deduped AS d;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._erase_left_behind IS
-    'Delete those of the locked coalesce and ordering keys that no message needs, and the dedupe keys of '
-    'missing messages. Returns the message of each deleted row.';

@@ -1,5 +1,5 @@
--- A text counts only between characters that are neither letters nor digits: erasing ada@example.org changes no text
--- about bada@example.org.
+-- A text with (erased) instead of these texts, in any case. A text counts only between characters that are neither
+-- letters nor digits: erasing ada@example.org changes no text about bada@example.org.
 CREATE FUNCTION pgoutbox._erased_text(value text, texts text[])
 RETURNS text
 LANGUAGE plpgsql
@@ -22,5 +22,3 @@ BEGIN
     RETURN value;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._erased_text IS 'A text with (erased) instead of these texts, in any case.';

@@ -1,5 +1,6 @@
--- Keys are compared as a whole: as a part of a reason, a key such as `all` is a word like any other. A topic or a queue with
--- the name of an owner stays.
+-- An object of an act with (erased) instead of these texts, and instead of values that equal one of the keys. Keys are
+-- compared as a whole: as a part of a reason, a key such as `all` is a word like any other. A topic or a queue with the name
+-- of an owner stays.
 CREATE FUNCTION pgoutbox._erased_values(object jsonb, texts text[], keys text[])
 RETURNS jsonb
 LANGUAGE sql
@@ -16,6 +17,3 @@ SELECT jsonb_object_agg(
 )
 FROM jsonb_each(object) AS d
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._erased_values IS
-    'An object of an act with (erased) instead of these texts, and instead of values that equal one of the keys.';

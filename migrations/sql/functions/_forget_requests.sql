@@ -1,4 +1,5 @@
--- A redrive deletes requests too, in another order: this waits for none of its locks.
+-- Delete the requests to cancel messages that have ended. A redrive deletes requests too, in another order: this waits
+-- for none of its locks.
 --
 -- With DELETE on the table, an operator could also lock it against every worker.
 CREATE FUNCTION pgoutbox._forget_requests()
@@ -17,5 +18,3 @@ WHERE c.ctid = ANY (ARRAY(
     FOR UPDATE OF r SKIP LOCKED
 ))
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._forget_requests IS 'Delete the requests to cancel messages that have ended.';

@@ -1,5 +1,5 @@
--- A worker has no privilege to delete. This function deletes a sent message only if its attempt is in flight and a rule
--- deletes sent messages.
+-- Delete messages as they are sent, if a retention rule deletes them at once and the attempt is in flight. Returns the
+-- ids of the deleted messages. A worker has no privilege to delete.
 CREATE FUNCTION pgoutbox._forget_sent(
     ids bigint[], attempt_counts integer[], claimed_ats timestamptz[], worker text
 )
@@ -52,7 +52,3 @@ BEGIN
     FROM forgotten AS f;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._forget_sent IS
-    'Delete messages as they are sent, if a retention rule deletes them at once and the attempt is in flight. Returns '
-    'the ids of the deleted messages.';

@@ -1,5 +1,6 @@
--- The newest message of its coalesce key stands for a superseded message. If the newest one is deleted, its final state
--- is unknown, so the key stays taken. Volatile, so that each look sees all earlier commits.
+-- Whether a message was cancelled, skipped or deleted, so that the next message takes its dedupe key. The newest
+-- message of its coalesce key stands for a superseded message. If the newest one is deleted, its final state is
+-- unknown, so the key stays taken. Volatile, so that each look sees all earlier commits.
 CREATE FUNCTION pgoutbox._has_freed_key(p_id bigint)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -30,6 +31,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._has_freed_key IS
-    'Whether a message was cancelled, skipped or deleted, so that the next message takes its dedupe key.';

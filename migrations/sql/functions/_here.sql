@@ -1,5 +1,6 @@
--- The server's identifier, which its standbys and its backups share, and the database. A superuser can revoke
--- pg_control_system from the owner. Then the identifier is unknown, and only the database is compared.
+-- The system identifier of this server, which its standbys and its backups share, and the OID of this database. A
+-- superuser can revoke pg_control_system from the owner. Then the identifier is unknown, and only the database is
+-- compared.
 CREATE FUNCTION pgoutbox._here(OUT server_id bigint, OUT database_id oid)
 LANGUAGE plpgsql
 STABLE
@@ -13,5 +14,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._here IS 'The system identifier of this server, if it is readable, and the OID of this database.';

@@ -1,4 +1,5 @@
--- An open breaker has the holds of the messages behind it, and claims leave these messages out. All messages of a hold
+-- The hold of a message: its queue, its topic, and the scheme or web host of its destination, separated by spaces. An
+-- open breaker has the holds of the messages behind it, and claims leave these messages out. All messages of a hold
 -- have the same breaker: a queue, a topic, and the scheme of the destination, or the scheme, host and port of a web
 -- address. A user name before the host may be a secret and is left out. Never null, for the use in NOT IN.
 CREATE FUNCTION pgoutbox._hold_of(queue text, topic text, destination text)
@@ -14,6 +15,3 @@ RETURN (
         ELSE coalesce(split_part(destination COLLATE "C", ':', 1), '')
     END
 );
-
-COMMENT ON FUNCTION pgoutbox._hold_of IS
-    'The hold of a message: its queue, its topic, and the scheme or web host of its destination, separated by spaces.';

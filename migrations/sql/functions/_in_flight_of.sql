@@ -1,5 +1,5 @@
--- The only count of messages in flight, with its own snapshot: the caller may have waited for the queue's row. Lapsed
--- attempts do not count, or no worker could claim them again.
+-- Number of attempts of a queue in flight, counted up to at_most. This is the only such count, with its own snapshot:
+-- the caller may have waited for the queue's row. Lapsed attempts do not count, or no worker could claim them again.
 CREATE FUNCTION pgoutbox._in_flight_of(p_queue text, at_most integer)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -18,5 +18,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._in_flight_of IS 'Number of attempts of a queue in flight, counted up to at_most.';

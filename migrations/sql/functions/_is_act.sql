@@ -1,6 +1,7 @@
--- Triggers and functions ask this about changes that applications and workers also make. A login that can also enqueue
--- or deliver counts as an application or a worker, and so does the owner: their changes are acts only if the
--- transaction has announced one. Only operators and the owner may announce.
+-- Whether this session or transaction belongs to an operator, not to an application or a worker. Triggers and functions
+-- ask this about changes that applications and workers also make. A login that can also enqueue or deliver counts as an
+-- application or a worker, and so does the owner: their changes are acts only if the transaction has announced one.
+-- Only operators and the owner may announce.
 CREATE FUNCTION pgoutbox._is_act()
 RETURNS boolean
 LANGUAGE sql
@@ -14,6 +15,3 @@ SELECT pgoutbox._announced() IS NOT NULL
         AND pg_has_role(session_user, to_regrole('pgoutbox_worker'), 'USAGE') IS NOT TRUE
     )
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._is_act IS
-    'Whether this session or transaction belongs to an operator, not to an application or a worker.';

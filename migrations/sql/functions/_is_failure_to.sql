@@ -1,4 +1,5 @@
--- The failed message may have been deleted, so its destination is read from the copy.
+-- Whether this is the message for a hook about a failed message to one of these destinations. The failed message may
+-- have been deleted, so its destination is read from the copy.
 CREATE FUNCTION pgoutbox._is_failure_to(
     destinations text[], failure_of bigint, payload jsonb
 )
@@ -13,6 +14,3 @@ SELECT CASE
     ELSE false
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._is_failure_to IS
-    'Whether this is the message for a hook about a failed message to one of these destinations.';

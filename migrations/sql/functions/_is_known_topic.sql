@@ -1,6 +1,7 @@
--- For the warnings of `pgoutbox enqueue` and `pgoutbox redirect set`: a wrong answer costs a line on stderr. So only the
--- newest messages are read. Producers may call it, so it answers about whole names: from beginnings of names they could
--- find the topics of others.
+-- Whether a worker, a retention rule, a coalesce key or one of the newest 10,000 messages has this topic. For the
+-- warnings of `pgoutbox enqueue` and `pgoutbox redirect set`: a wrong answer costs a line on stderr. So only the newest
+-- messages are read. Producers may call it, so it answers about whole names: from beginnings of names they could find
+-- the topics of others.
 CREATE FUNCTION pgoutbox._is_known_topic(topic text)
 RETURNS boolean
 LANGUAGE sql
@@ -17,6 +18,3 @@ SELECT EXISTS (SELECT FROM pgoutbox.key_head AS h WHERE h.scope = _is_known_topi
         WHERE newest.topic = _is_known_topic.topic
     )
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._is_known_topic IS
-    'Whether a worker, a retention rule, a coalesce key or one of the newest 10,000 messages has this topic.';

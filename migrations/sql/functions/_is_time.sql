@@ -1,3 +1,4 @@
+-- Whether the text is a time with its zone, which no setting of a session changes.
 CREATE FUNCTION pgoutbox._is_time(value text)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -11,5 +12,3 @@ EXCEPTION
         RETURN false;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._is_time IS 'Whether the text is a time with its zone, which no setting of a session changes.';

@@ -1,5 +1,6 @@
--- If every message in one of these states has a rule that deletes it, the longest rule gives the time when all messages
--- of a period are deleted. Otherwise only the messages themselves show it.
+-- When retention rules stop keeping the messages that ended within this period; infinity if a message is never deleted,
+-- and minus infinity if there is none. If every message in one of these states has a rule that deletes it, the longest
+-- rule gives the time when all messages of a period are deleted. Otherwise only the messages themselves show it.
 CREATE FUNCTION pgoutbox._kept_until(lower_at timestamptz, upper_at timestamptz)
 RETURNS timestamptz
 LANGUAGE plpgsql
@@ -38,7 +39,3 @@ BEGIN
     RETURN coalesce(latest, '-infinity');
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._kept_until IS
-    'When retention rules stop keeping the messages that ended within this period; infinity if a message is never '
-    'deleted, and minus infinity if there is none.';

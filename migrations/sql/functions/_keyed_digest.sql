@@ -1,4 +1,5 @@
--- The form of HMAC: two passes, so that a digest cannot be extended. The purpose keeps a digest from being used for another.
+-- A digest that only this database computes, in 64 hexadecimal digits. The form of HMAC: two passes, so that a digest cannot
+-- be extended. The purpose keeps a digest from being used for another.
 CREATE FUNCTION pgoutbox._keyed_digest(purpose text, value text)
 RETURNS text
 LANGUAGE plpgsql
@@ -15,5 +16,3 @@ BEGIN
     RETURN encode(sha256(key || sha256(key || convert_to(purpose || chr(10) || value, 'UTF8'))), 'hex');
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._keyed_digest IS 'A digest that only this database computes, in 64 hexadecimal digits.';

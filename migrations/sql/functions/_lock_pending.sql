@@ -1,6 +1,7 @@
--- No other lock may be left behind: a worker would wait at a row in flight. PostgreSQL also locks a row that has changed
--- since the statement began, and then does not return it. So if a row is missing, a savepoint undoes all of these locks,
--- and the others are locked without it. The number of savepoints does not depend on the number of messages.
+-- Lock those of the messages that are pending and that nobody has locked. Returns their ids. No other lock may be left
+-- behind: a worker would wait at a row in flight. PostgreSQL also locks a row that has changed since the statement
+-- began, and then does not return it. So if a row is missing, a savepoint undoes all of these locks, and the others are
+-- locked without it. The number of savepoints does not depend on the number of messages.
 CREATE FUNCTION pgoutbox._lock_pending(ids bigint[])
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -39,6 +40,3 @@ BEGIN
     RETURN '{}';
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._lock_pending IS
-    'Lock those of the messages that are pending and that nobody has locked. Returns their ids.';

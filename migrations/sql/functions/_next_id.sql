@@ -1,5 +1,5 @@
--- The next id of a key, greater than its newest id. A sequence that was set back, was not restored with the data, or
--- hands out ids from sessions' caches would reverse newest-wins and the order of a key.
+-- The next id of a key with this newest id. Raises 55000 if it is not greater: a sequence that was set back, was not
+-- restored with the data, or hands out ids from sessions' caches would reverse newest-wins and the order of a key.
 CREATE FUNCTION pgoutbox._next_id(newest_id bigint)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -13,5 +13,3 @@ BEGIN
     RETURN new_id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._next_id IS 'The next id of a key with this newest id. Raises 55000 if it is not greater.';

@@ -1,5 +1,6 @@
--- Encrypting the same payload gives a different text each time. So an encrypted payload contains digests, one for each
--- key of its producer. Any of them identifies a repeated payload, so that keys can be rotated.
+-- Digests by which enqueue recognizes a repeated payload; several for an encrypted one. Encrypting the same payload
+-- gives a different text each time. So an encrypted payload contains digests, one for each key of its producer. Any of
+-- them identifies a repeated payload, so that keys can be rotated.
 CREATE FUNCTION pgoutbox._payload_digests(p_payload jsonb)
 RETURNS bytea[]
 LANGUAGE plpgsql
@@ -18,6 +19,3 @@ BEGIN
     RETURN coalesce(digests, ARRAY[sha256(convert_to(p_payload::text, 'UTF8'))]);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._payload_digests IS
-    'Digests by which enqueue recognizes a repeated payload; several for an encrypted one.';

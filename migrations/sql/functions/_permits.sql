@@ -1,5 +1,6 @@
--- One claim of a limited queue at a time: its row stays locked until the claim has taken its tokens. Another claim does
--- not wait for it, nor for a session that changes the limits: it has no permit, and other queues go on.
+-- Number of attempts of a queue that may begin now, up to wanted. Locks a queue with limits. One claim of a limited
+-- queue at a time: its row stays locked until the claim has taken its tokens. Another claim does not wait for it, nor
+-- for a session that changes the limits: it has no permit, and other queues go on.
 --
 -- knows_rate: whether the claim's own statement sees that the queue has a rate. This function may see a newer rate, of
 -- which the statement would take no tokens.
@@ -42,6 +43,3 @@ BEGIN
     ));
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._permits IS
-    'Number of attempts of a queue that may begin now, up to wanted. Locks a queue with limits.';

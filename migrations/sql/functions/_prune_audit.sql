@@ -1,3 +1,4 @@
+-- Delete a batch of the oldest acts that the rule of the audit no longer keeps.
 CREATE FUNCTION pgoutbox._prune_audit(at_most bigint)
 RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
@@ -21,5 +22,3 @@ WITH deleted AS (
 SELECT '', '', count(*), count(*)
 FROM deleted
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._prune_audit IS 'Delete a batch of the oldest acts that the rule of the audit no longer keeps.';

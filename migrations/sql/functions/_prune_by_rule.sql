@@ -1,6 +1,8 @@
--- Apply one rule in its current version, even if it was changed after the list of rules was read. A transaction that
--- changes a rule waits for the batch, so that nothing is deleted by the old rule afterwards. A topic with its own rule
--- is exempt from the rule of all topics, also if its rule never deletes. The times select a partition.
+-- Delete a batch of messages that a retention rule no longer keeps and that ended within a period. Returns the state of
+-- each deleted message. Apply one rule in its current version, even if it was changed after the list of rules was read.
+-- A transaction that changes a rule waits for the batch, so that nothing is deleted by the old rule afterwards. A topic
+-- with its own rule is exempt from the rule of all topics, also if its rule never deletes. The times select a
+-- partition.
 --
 -- If a rule deletes sent messages at once, their dedupe keys have a rule of their own. Rows that a redrive has locked
 -- are skipped.
@@ -47,7 +49,3 @@ SELECT deleted.state
 FROM batch AS b
 CROSS JOIN pgoutbox._delete_messages(b.ids, b.states, b.finished_ats, b.keeps_dedupe_keys) AS deleted(state)
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._prune_by_rule IS
-    'Delete a batch of messages that a retention rule no longer keeps and that ended within a period. Returns the '
-    'state of each deleted message.';

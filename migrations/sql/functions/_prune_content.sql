@@ -1,6 +1,4 @@
--- One page, as in _delete_dedupe_keys.
---
--- A content is deleted after its last message.
+-- Delete the contents of one page whose last message is deleted. The page is as in _delete_dedupe_keys.
 CREATE FUNCTION pgoutbox._prune_content(at_most bigint, after_id bigint DEFAULT 0)
 RETURNS TABLE (last_id bigint, content_count bigint, forgotten_count bigint)
 LANGUAGE sql
@@ -25,5 +23,3 @@ FROM page AS p
 ORDER BY p.id DESC
 LIMIT 1
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._prune_content IS 'Delete the contents of one page that no message refers to.';

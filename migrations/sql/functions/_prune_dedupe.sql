@@ -1,5 +1,5 @@
--- By age alone, for a prune without rules. Its caller chooses the age, so it is an act: a message with the key of a sent
--- one is sent again.
+-- Delete the old dedupe keys of one page whose message is deleted. By age alone, for a prune without rules. Its caller
+-- chooses the age, so it is an act: a message with the key of a sent one is sent again.
 CREATE FUNCTION pgoutbox._prune_dedupe(
     older_than interval, only_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
 )
@@ -23,5 +23,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._prune_dedupe IS 'Delete the old dedupe keys of one page whose message is deleted.';

@@ -1,4 +1,5 @@
--- One page, as in _delete_dedupe_keys.
+-- Delete the unneeded coalesce and ordering keys of one page, in the order of the primary key. Returns the last key of
+-- the page, its number of keys, and the number of deleted keys. The page is as in _delete_dedupe_keys.
 --
 -- The head of a key is unneeded if no message of the key can become pending again, supersede another one or precede it:
 --
@@ -94,7 +95,3 @@ FROM page AS p
 ORDER BY p.scope DESC, p.key DESC
 LIMIT 1
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._prune_keys IS
-    'Delete the unneeded coalesce and ordering keys of one page, in the order of the primary key. Returns the last key of'
-    ' the page, its number of keys, and the number of deleted keys.';

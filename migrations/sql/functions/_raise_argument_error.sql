@@ -1,3 +1,4 @@
+-- Raise 22004 or 22023 with the name of the argument as column.
 CREATE FUNCTION pgoutbox._raise_argument_error(
     problem text, place text DEFAULT NULL, item_index bigint DEFAULT NULL, in_function text DEFAULT 'enqueue'
 )
@@ -14,5 +15,3 @@ BEGIN
             || problem;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._raise_argument_error IS 'Raise 22004 or 22023 with the name of the argument as column.';

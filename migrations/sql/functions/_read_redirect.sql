@@ -1,5 +1,6 @@
--- For the processes that hand contents over: workers, and producers that send directly. They see no table.
--- One row: a target never meets the topics of another redirect.
+-- The redirect that an operator has switched on, and the blackout of today, or nulls. For the processes that hand
+-- contents over: workers, and producers that send directly. They see no table. One row: a target never meets the topics
+-- of another redirect.
 CREATE FUNCTION pgoutbox._read_redirect()
 RETURNS TABLE (target text, topics text[], exempt_topics text[], blackout text)
 LANGUAGE plpgsql
@@ -14,6 +15,3 @@ BEGIN
     LEFT JOIN pgoutbox.redirect AS r ON (r.until_at > now()) IS NOT FALSE;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._read_redirect IS
-    'The redirect that an operator has switched on, and the blackout of today, or nulls.';

@@ -1,4 +1,5 @@
--- PostgreSQL treats READ UNCOMMITTED like READ COMMITTED.
+-- Whether each statement of the transaction sees what others have committed until then. PostgreSQL treats READ
+-- UNCOMMITTED like READ COMMITTED.
 CREATE FUNCTION pgoutbox._reads_committed()
 RETURNS boolean
 LANGUAGE plpgsql
@@ -9,6 +10,3 @@ BEGIN
     RETURN current_setting('transaction_isolation') IN ('read committed', 'read uncommitted');
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._reads_committed IS
-    'Whether each statement of the transaction sees what others have committed until then.';

@@ -1,5 +1,5 @@
--- The database records each act itself, with the role of the session. Only the actor, the origin and `stated` come from the
--- caller.
+-- Add a row to the audit, with the announced actor of the transaction, or else the role of the session. The database
+-- records each act itself, with the role of the session. Only the actor, the origin and `stated` come from the caller.
 CREATE FUNCTION pgoutbox._record_act(
     action text,
     message_ids bigint[] DEFAULT NULL,
@@ -25,6 +25,3 @@ SELECT
 FROM (SELECT pgoutbox._announced()) AS told(act)
 WHERE coalesce(cardinality(_record_act.message_ids), _record_act.message_count, 1) > 0
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._record_act IS
-    'Add a row to the audit, with the announced actor of the transaction, or else the role of the session.';

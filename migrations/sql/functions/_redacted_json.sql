@@ -1,5 +1,5 @@
--- The structure of a payload, without its values. Member names stay if they look like names, and the number of members
--- stays. Deeper levels are left out, so that no payload is too deep for this function.
+-- The structure of a JSON value, without its values. Member names stay if they look like names, and the number of
+-- members stays. Deeper levels are left out, so that no payload is too deep for this function.
 CREATE FUNCTION pgoutbox._redacted_json(value jsonb, levels integer DEFAULT 8)
 RETURNS jsonb
 LANGUAGE plpgsql
@@ -28,5 +28,3 @@ BEGIN
     END;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._redacted_json IS 'The structure of a JSON value: member names without values.';

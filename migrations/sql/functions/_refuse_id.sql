@@ -1,3 +1,4 @@
+-- Raise 55000: the sequence has given an id that an older message has or had.
 CREATE FUNCTION pgoutbox._refuse_id(used_id bigint)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -13,5 +14,3 @@ BEGIN
             'and reconnect';
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._refuse_id IS 'Raise 55000: the sequence has given an id that an older message has or had.';

@@ -1,4 +1,5 @@
--- With another isolation level, an operator could open a transaction before the owner inserts the blackout.
+-- Raise 23514 during a blackout. The argument is the name of a function and its argument. With another isolation level,
+-- an operator could open a transaction before the owner inserts the blackout.
 CREATE FUNCTION pgoutbox._refuse_in_blackout(argument text)
 RETURNS void
 LANGUAGE plpgsql
@@ -22,6 +23,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._refuse_in_blackout IS
-    'Raise 23514 during a blackout. The argument is the name of a function and its argument.';

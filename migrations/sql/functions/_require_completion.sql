@@ -1,5 +1,6 @@
--- The setting is local to the transaction that the worker has begun. It is gone after a COMMIT or ROLLBACK of the
--- handler, whether or not another transaction has followed.
+-- Raise OB002 in another transaction than that of this attempt, and OB003 if its completion found no message. The
+-- setting is local to the transaction that the worker has begun. It is gone after a COMMIT or ROLLBACK of the handler,
+-- whether or not another transaction has followed.
 CREATE FUNCTION pgoutbox._require_completion(attempt text, sent_count bigint)
 RETURNS void
 LANGUAGE plpgsql
@@ -14,6 +15,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._require_completion IS
-    'Raise OB002 in another transaction than that of this attempt, and OB003 if its completion found no message.';

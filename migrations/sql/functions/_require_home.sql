@@ -1,5 +1,5 @@
--- Every session of a worker begins with this call, and behind a pooler every transaction. So no statement of a worker
--- runs in a copy.
+-- Raise OB001 in a copy: in a database, or for a deployment, that the schema does not belong to. Every session of a
+-- worker begins with this call, and behind a pooler every transaction. So no statement of a worker runs in a copy.
 CREATE FUNCTION pgoutbox._require_home(deployment text)
 RETURNS void
 LANGUAGE plpgsql
@@ -33,6 +33,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._require_home IS
-    'Raise OB001 in a copy: in a database, or for a deployment, that the schema does not belong to.';

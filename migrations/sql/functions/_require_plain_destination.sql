@@ -1,4 +1,5 @@
--- The audit has digests of the destinations that operators set. Two spellings of one address would have two digests.
+-- Refuse a destination that an operator sets during a blackout, or in a spelling that hides its address. The audit has
+-- digests of the destinations that operators set. Two spellings of one address would have two digests.
 CREATE FUNCTION pgoutbox._require_plain_destination(in_function text, destination text)
 RETURNS void
 LANGUAGE plpgsql
@@ -15,6 +16,3 @@ BEGIN
     PERFORM pgoutbox._refuse_in_blackout(in_function || ': destination');
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._require_plain_destination IS
-    'Refuse a destination that an operator sets during a blackout, or in a spelling that hides its address.';

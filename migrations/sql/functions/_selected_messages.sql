@@ -1,5 +1,7 @@
--- An act on an owner or a destination needs all of its messages at once. No index has the destination, so all messages
--- are read for one. So are they for messages about failures of ids: they have the owner of the failed message.
+-- The messages with these ids, of this owner, or to this destination, and those for hooks about failed messages to this
+-- destination; about failed messages with these ids only with_failures. The address is the destination, redacted. An
+-- act on an owner or a destination needs all of its messages at once. No index has the destination, so all messages are
+-- read for one. So are they for messages about failures of ids: they have the owner of the failed message.
 CREATE FUNCTION pgoutbox._selected_messages(
     ids bigint[] DEFAULT NULL,
     owner text DEFAULT NULL,
@@ -45,7 +47,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._selected_messages IS
-    'The messages with these ids, of this owner, or to this destination, and those for hooks about failed '
-    'messages to this destination; about failed messages with these ids only with_failures. The address is the destination, redacted.';

@@ -1,7 +1,8 @@
--- A message that is not due would wait until then for its claim, which ends it as superseded. A message that is due is
--- left to its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out. At
--- another isolation level than read committed, a row that a worker has changed since the snapshot would make the
--- caller's transaction fail.
+-- End those of the messages that are pending and not due, as superseded by the newest ones of their keys. A message
+-- that is not due would wait until then for its claim, which ends it as superseded. A message that is due is left to
+-- its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out. At another
+-- isolation level than read committed, a row that a worker has changed since the snapshot would make the caller's
+-- transaction fail.
 CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[])
 RETURNS void
 LANGUAGE plpgsql
@@ -36,6 +37,3 @@ BEGIN
     END LOOP;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._skip_superseded IS
-    'End those of the messages that are pending and not due, as superseded by the newest ones of their keys.';

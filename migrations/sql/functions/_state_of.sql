@@ -1,4 +1,5 @@
--- Enqueue calls it only for duplicates. Volatile, so that it sees the commit for which the enqueue had to wait.
+-- The state of a message; null if it is deleted. Enqueue calls it only for duplicates. Volatile, so that it sees the
+-- commit for which the enqueue had to wait.
 CREATE FUNCTION pgoutbox._state_of(message_id bigint)
 RETURNS text
 LANGUAGE plpgsql
@@ -10,5 +11,3 @@ BEGIN
     RETURN (SELECT m.state FROM pgoutbox.message AS m WHERE m.id = message_id);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._state_of IS 'The state of a message; null if it is deleted.';

@@ -1,4 +1,6 @@
--- The row of the key exists, unless it was deleted after the caller looked.
+-- Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises 23505 if
+-- that message has another payload, unless on_duplicate is ignore. The row of the key exists, unless it was deleted
+-- after the caller looked.
 CREATE FUNCTION pgoutbox._take_dedupe_key(
     p_topic text, p_dedupe_key text, p_payload jsonb, p_id bigint, p_on_duplicate text
 )
@@ -37,7 +39,3 @@ BEGIN
     END LOOP;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._take_dedupe_key IS
-    'Give a dedupe key to a new message. Returns the message that has the key, null if the new one got it. Raises '
-    '23505 if that message has another payload, unless on_duplicate is ignore.';

@@ -1,6 +1,8 @@
--- One statement takes the keys that no message has, and those of cancelled, skipped or deleted messages, in their order. It
--- does not lock the others, so that repetitions of a message do not wait for each other. The first draft of a key takes
--- it. The drafts that got no key are compared one by one.
+-- Give the dedupe keys of the drafts to their messages. Returns for each draft the message that has its key, negative the
+-- number of the draft whose message has it, or null if its own message got it. One statement takes the keys that no message
+-- has, and those of cancelled, skipped or deleted messages, in their order. It does not lock the others, so that
+-- repetitions of a message do not wait for each other. The first draft of a key takes it. The drafts that got no key are
+-- compared one by one.
 CREATE FUNCTION pgoutbox._take_dedupe_keys(drafts pgoutbox.draft[], ids bigint[])
 RETURNS bigint[]
 LANGUAGE plpgsql
@@ -64,7 +66,3 @@ BEGIN
     RETURN known_ids;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._take_dedupe_keys IS
-    'Give the dedupe keys of the drafts to their messages. Returns for each draft the message that has its key, negative '
-    'the number of the draft whose message has it, or null if its own message got it.';

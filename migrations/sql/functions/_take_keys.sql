@@ -1,6 +1,7 @@
--- Every key is locked by one statement. Its new messages keep the ids that were drawn before, unless a transaction that
--- drew later has committed meanwhile. Then they get ids that are drawn under the lock. So the ids of a key have the
--- order of the commits, and a message is superseded if the head of its coalesce key names a greater id.
+-- Lock the ordering and coalesce keys of the drafts. Returns the ids of their messages, and the messages that they
+-- supersede. Every key is locked by one statement. Its new messages keep the ids that were drawn before, unless a
+-- transaction that drew later has committed meanwhile. Then they get ids that are drawn under the lock. So the ids of a
+-- key have the order of the commits, and a message is superseded if the head of its coalesce key names a greater id.
 CREATE FUNCTION pgoutbox._take_keys(
     drafts pgoutbox.draft[], INOUT ids bigint[], known_ids bigint[], OUT older_ids bigint[]
 )
@@ -88,7 +89,3 @@ BEGIN
     SET message_id = excluded.message_id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._take_keys IS
-    'Lock the ordering and coalesce keys of the drafts. Returns the ids of their messages, and the messages that they '
-    'supersede.';

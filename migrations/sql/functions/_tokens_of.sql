@@ -1,5 +1,7 @@
--- The bucket spreads the attempts, and the number of attempts of the last period keeps the rate: alone, a bucket that is
--- filled at the pace of the whole rate would let a period exceed it by a burst, and a slower one would never reach it.
+-- Number of attempts of a queue that its rate and its ceiling allow now, as a fraction, and when they allow the next one
+-- if it is below one; null without a rate. The bucket spreads the attempts, and the number of attempts of the last
+-- period keeps the rate: alone, a bucket that is filled at the pace of the whole rate would let a period exceed it by a
+-- burst, and a slower one would never reach it.
 CREATE FUNCTION pgoutbox._tokens_of(limited pgoutbox.queue, OUT tokens double precision, OUT next_at timestamptz)
 LANGUAGE plpgsql
 VOLATILE
@@ -45,7 +47,3 @@ BEGIN
     END LOOP;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._tokens_of IS
-    'Number of attempts of a queue that its rate and its ceiling allow now, as a fraction, and when they allow the next '
-    'one if it is below one; null without a rate.';

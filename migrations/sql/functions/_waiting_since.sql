@@ -1,5 +1,6 @@
--- Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The caller has locked the
--- keys, so their rows exist.
+-- For each draft with a max_delay, when the first of the fresh messages that wait at its key was enqueued; now if none
+-- waits. Each newer message of a coalesce key restarts its delay, up to max_delay after this time. The caller has
+-- locked the keys, so their rows exist.
 CREATE FUNCTION pgoutbox._waiting_since(drafts pgoutbox.draft[], known_ids bigint[])
 RETURNS timestamptz[]
 LANGUAGE plpgsql
@@ -31,7 +32,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._waiting_since IS
-    'For each draft with a max_delay, when the first of the fresh messages that wait at its key was enqueued; now if none '
-    'waits.';

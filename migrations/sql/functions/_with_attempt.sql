@@ -1,5 +1,6 @@
--- A breaker that is open for a day postpones a message a hundred times: attempts that were postponed alike are one entry.
--- The history is bounded, because each retry writes it again.
+-- The history of a message with one more attempt. It keeps 20 entries, the first one and the newest, because each retry
+-- writes it again. Attempts that were postponed alike share one: a breaker that is open for a day postpones a message a
+-- hundred times.
 CREATE FUNCTION pgoutbox._with_attempt(attempts jsonb, added pgoutbox.attempt)
 RETURNS jsonb
 LANGUAGE plpgsql
@@ -25,7 +26,3 @@ BEGIN
     RETURN coalesce(attempts, '[]') || jsonb_strip_nulls(to_jsonb(added));
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._with_attempt IS
-    'The history of a message with one more attempt. It keeps 20 entries, the first one and the newest; attempts that were postponed alike '
-    'share one.';

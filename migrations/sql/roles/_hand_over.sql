@@ -1,9 +1,10 @@
--- Functions run with their owner's privileges, so a superuser must not own them. Each revision ends with
--- set_up_roles, which calls this for the new objects. No other session can see them yet: a migration locks no table
--- that an enqueue uses. Only after a restore without the roles, the objects are in use. Then it takes the locks in the
--- order of an enqueue (sequence, keys, message, message_live), and releases all of them unless it gets the last one
--- within 200 ms. PostgreSQL looks for a deadlock after deadlock_timeout, one second by default, so no deadlock ends a
--- business transaction.
+-- Give all objects of the calling superuser to the owner of the tables, or to pgoutbox_owner if that owner is a
+-- superuser. Does nothing for other callers. Functions run with their owner's privileges, so a superuser must not own
+-- them. Each revision ends with set_up_roles, which calls this for the new objects. No other session can see them yet:
+-- a migration locks no table that an enqueue uses. Only after a restore without the roles, the objects are in use. Then
+-- it takes the locks in the order of an enqueue (sequence, keys, message, message_live), and releases all of them
+-- unless it gets the last one within 200 ms. PostgreSQL looks for a deadlock after deadlock_timeout, one second by
+-- default, so no deadlock ends a business transaction.
 CREATE FUNCTION pgoutbox._hand_over()
 RETURNS void
 LANGUAGE plpgsql
@@ -95,7 +96,3 @@ BEGIN
     PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._hand_over IS
-    'Give all objects of the calling superuser to the owner of the tables, or to pgoutbox_owner if that owner is a '
-    'superuser. Does nothing for other callers.';

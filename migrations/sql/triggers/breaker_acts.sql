@@ -1,4 +1,4 @@
--- Workers also close breakers, when a probe succeeds.
+-- Record in the audit that an operator closed a breaker. Workers also close breakers, when a probe succeeds.
 CREATE FUNCTION pgoutbox._record_breaker_act()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -12,8 +12,6 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._record_breaker_act IS 'Record in the audit that an operator closed a breaker.';
 
 CREATE TRIGGER breaker_acts
 AFTER DELETE ON pgoutbox.breaker

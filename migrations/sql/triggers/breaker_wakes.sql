@@ -1,4 +1,5 @@
--- The messages of a hold can be claimed when it ends, by all workers at once: because the breaker closes, or because a
+-- Make the workers of the queues behind a breaker search all due messages when it has closed or a hold has ended. The
+-- messages of a hold can be claimed when it ends, by all workers at once: because the breaker closes, or because a
 -- probe found none or took another way. Claims before that have left out those that were committed meanwhile.
 CREATE FUNCTION pgoutbox._wake_held_queues()
 RETURNS trigger
@@ -16,9 +17,6 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._wake_held_queues IS
-    'Make the workers of the queues behind a breaker search all due messages when it has closed or a hold has ended.';
 
 CREATE TRIGGER breaker_wakes
 AFTER DELETE OR UPDATE OF holds ON pgoutbox.breaker

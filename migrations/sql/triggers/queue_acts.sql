@@ -1,3 +1,4 @@
+-- Record a pause, its end, or new limits of a queue in the audit.
 CREATE FUNCTION pgoutbox._record_queue_act()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -34,8 +35,6 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._record_queue_act IS 'Record a pause, its end, or new limits of a queue in the audit.';
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_acts

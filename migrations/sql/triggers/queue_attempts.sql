@@ -1,4 +1,5 @@
--- Each claim inserts one row and deletes at most two, so the number of rows does not grow.
+-- Record a claim of a queue with a rate, and forget older ones. Each claim inserts one row and deletes at most two, so
+-- the number of rows does not grow.
 CREATE FUNCTION pgoutbox._count_attempts()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -21,8 +22,6 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._count_attempts IS 'Record a claim of a queue with a rate, and forget older ones.';
 
 -- Only claims write this column.
 CREATE TRIGGER queue_attempts

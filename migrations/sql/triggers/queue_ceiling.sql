@@ -1,5 +1,6 @@
--- The default burst, the ceiling and the tokens of a queue follow from its limits. Operators may not write tokens, nor the
--- number of attempts, which keeps the ceiling.
+-- Refuse a rate above the ceiling of the queue. A new ceiling lowers it. Set the tokens of the bucket. The default burst,
+-- the ceiling and the tokens of a queue follow from its limits. Operators may not write tokens, nor the number of
+-- attempts, which keeps the ceiling.
 CREATE FUNCTION pgoutbox._check_limits()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -51,9 +52,6 @@ BEGIN
     RETURN NEW;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._check_limits IS
-    'Refuse a rate above the ceiling of the queue. A new ceiling lowers it. Set the tokens of the bucket.';
 
 -- Claims write only tokens, which does not fire this trigger.
 CREATE TRIGGER queue_ceiling

@@ -1,3 +1,4 @@
+-- Record a change of a retention rule in the audit.
 CREATE FUNCTION pgoutbox._record_retention_act()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -28,8 +29,6 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._record_retention_act IS 'Record a change of a retention rule in the audit.';
 
 CREATE TRIGGER retention_acts
 AFTER INSERT OR UPDATE OR DELETE ON pgoutbox.retention
