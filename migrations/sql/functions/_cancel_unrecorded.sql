@@ -14,9 +14,7 @@ DECLARE
     freed_queue text;
 BEGIN
     IF array_position(message_ids, NULL) IS NOT NULL THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22004', SCHEMA = 'pgoutbox', COLUMN = 'message_id',
-            MESSAGE = 'pgoutbox.cancel: message_id: must not be null';
+        PERFORM pgoutbox._raise_argument_error('message_id: must not be null', in_function => 'cancel');
     END IF;
     FOR freed_queue IN
         WITH cancelled AS (

@@ -26,9 +26,7 @@ DECLARE
     );
 BEGIN
     IF wrong IS NOT NULL THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = split_part(wrong, ':', 1),
-            MESSAGE = 'pgoutbox.announce_act: ' || wrong;
+        PERFORM pgoutbox._raise_argument_error(wrong, in_function => 'announce_act');
     END IF;
     PERFORM set_config(
         'pgoutbox.act', pgoutbox._keyed_digest('act', pg_current_xact_id()::text || act) || act, true

@@ -11,9 +11,9 @@ DECLARE
     found_ids bigint[];
 BEGIN
     IF num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1 THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
-            MESSAGE = 'pgoutbox.cancel_all: owner: give either an owner or a destination';
+        PERFORM pgoutbox._raise_argument_error(
+            'owner: give either an owner or a destination', in_function => 'cancel_all'
+        );
     END IF;
     IF cancel_all.owner IS NOT NULL THEN
         found_ids := ARRAY(

@@ -12,9 +12,7 @@ DECLARE
     woken text[];
 BEGIN
     IF (clear_redirect.at_most >= 1) IS NOT TRUE THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'at_most',
-            MESSAGE = 'pgoutbox.clear_redirect: at_most: must be at least 1';
+        PERFORM pgoutbox._raise_argument_error('at_most: must be at least 1', in_function => 'clear_redirect');
     END IF;
     WITH cleared AS (
         DELETE FROM pgoutbox.redirect AS r

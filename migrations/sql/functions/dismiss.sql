@@ -12,9 +12,7 @@ DECLARE
     actor constant text := coalesce(pgoutbox._announced() ->> 'actor', session_user);
 BEGIN
     IF coalesce(length(reason), 0) NOT BETWEEN 1 AND 1000 THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'reason',
-            MESSAGE = 'pgoutbox.dismiss: reason: must have 1 to 1000 characters';
+        PERFORM pgoutbox._raise_argument_error('reason: must have 1 to 1000 characters', in_function => 'dismiss');
     END IF;
     RETURN QUERY
     WITH asked AS (

@@ -15,9 +15,9 @@ BEGIN
     IF reschedule.available_at IS NOT NULL
         AND (NOT isfinite(reschedule.available_at) OR reschedule.available_at > now() + interval '10 years')
     THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'available_at',
-            MESSAGE = 'pgoutbox.reschedule: available_at: must be finite and not more than 10 years ahead';
+        PERFORM pgoutbox._raise_argument_error(
+            'available_at: must be finite and not more than 10 years ahead', in_function => 'reschedule'
+        );
     END IF;
     pending_ids := pgoutbox._lock_pending(ids);
     RETURN QUERY

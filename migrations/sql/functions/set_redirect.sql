@@ -21,7 +21,6 @@ DECLARE
         SELECT array_agg(t.topic ORDER BY t.topic) FROM unnest(set_redirect.exempt_topics) AS t(topic)
     );
     problem text;
-    wrong text;
 BEGIN
     -- The rule of workers, which hold all e-mail back for another target. With a domain, the longest name is 64 characters.
     IF (
@@ -30,14 +29,12 @@ BEGIN
         AND strpos(set_redirect.target, '@') <= 65
         AND length(set_redirect.target) <= CASE WHEN set_redirect.target LIKE '@%' THEN 190 ELSE 254 END
     ) IS NOT TRUE THEN
-        wrong := 'target';
-        problem := 'must be an address, or @ and a domain, in plain ASCII';
+        problem := 'target: must be an address, or @ and a domain, in plain ASCII';
     ELSIF set_redirect.duration NOT BETWEEN interval '1 second' AND interval '10 years' THEN
-        wrong := 'duration';
-        problem := 'must be from 1 second to 10 years';
+        problem := 'duration: must be from 1 second to 10 years';
     ELSE
-        SELECT l.name, 'must be at most 50 topics, each a name or its beginning and *'
-        INTO wrong, problem
+        SELECT l.name || ': must be at most 50 topics, each a name or its beginning and *'
+        INTO problem
         FROM (VALUES ('topics', set_redirect.topics), ('exempt_topics', set_redirect.exempt_topics)) AS l(name, entries)
         WHERE cardinality(l.entries) > 50
             OR EXISTS (
@@ -46,9 +43,7 @@ BEGIN
         LIMIT 1;
     END IF;
     IF problem IS NOT NULL THEN
-        RAISE EXCEPTION USING
-            ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = wrong,
-            MESSAGE = 'pgoutbox.set_redirect: ' || wrong || ': ' || problem;
+        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'set_redirect');
     END IF;
     PERFORM pgoutbox._refuse_in_blackout('set_redirect: target');
     RETURN QUERY
