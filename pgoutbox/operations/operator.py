@@ -12,13 +12,13 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from itertools import islice
 from types import TracebackType
-from typing import Final, LiteralString, Self, TypeVar, cast
+from typing import Any, Final, Generic, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
@@ -93,7 +93,6 @@ _MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024  # The limit of the schema.
 # Far below Python's recursion limit, whatever the caller's depth.
 _MOST_LEVELS: Final = 100
 
-_MISSING: Final = "does not exist"
 _MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
 # Each row of the schema is compared with each text.
@@ -110,6 +109,45 @@ class _Act:
     stated: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Mapping[str, object] = field(default_factory=dict)  # Further parameters of its statement.
     id: UUID = field(default_factory=uuid4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind(Generic[_R]):
+    """One kind of acts on messages.
+
+    A row of its statement has the id of a message, the result, the state before, and the other message of the result.
+    `can_be` completes "only ..." for a message in the wrong state; `{}` are the states that the caller allows.
+    """
+
+    statement: Callable[[], LiteralString]
+    result: type[_R]
+    can_be: str = ""
+
+    def results(self, rows: Iterable[TupleRow], states: Collection[State] = ()) -> list[MessageResult[_R]]:
+        """Return the results, each with the reason if the message was left alone."""
+        can_be = self.can_be.format(" and ".join(states))
+        return [
+            MessageResult(message_id, self.result(answer), other_id, _explanation(answer, state, other_id, can_be))
+            for message_id, answer, state, other_id in rows
+        ]
+
+
+_REDRIVE: Final = _Kind(lambda: sql.REDRIVE, RedriveResult, "{} messages can be redriven")
+_CORRECT: Final = _Kind(lambda: sql.CORRECT, CorrectResult, "{} messages can be corrected")
+_RELEASE: Final = _Kind(lambda: sql.RELEASE, ReleaseResult, "messages in flight can be released")
+_DISMISS: Final = _Kind(lambda: sql.DISMISS, DismissResult, "failed messages can be dismissed")
+_RESCHEDULE: Final = _Kind(lambda: sql.RESCHEDULE, RescheduleResult, "pending messages can be rescheduled")
+_RESEND: Final = _Kind(lambda: sql.RESEND, ResendResult, "sent messages can be resent")
+_CANCEL: Final = _Kind(lambda: sql.CANCEL_EACH, CancelResult)
+_KINDS: Final[Mapping[BulkAction, _Kind[Any]]] = {
+    "redrive": _REDRIVE,
+    "correct": _CORRECT,
+    "release": _RELEASE,
+    "dismiss": _DISMISS,
+    "reschedule": _RESCHEDULE,
+    "resend": _RESEND,
+    "cancel": _CANCEL,
+}
 
 
 class Operator:
@@ -303,8 +341,7 @@ class Operator:
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
         message if a later message has its dedupe key.
         """
-        (result,) = self._redrive({message_id: None}, states, _Act())
-        return result
+        return self._do(_REDRIVE, message_id, _Act(), states)
 
     def correct(
         self, message_id: int, correction: Correction, *, states: Collection[State] = CORRECTABLE
@@ -320,8 +357,7 @@ class Operator:
 
             operator.correct(42, {"destination": "mailto:ada@example.org"})
         """
-        (result,) = self._correct({message_id: None}, states, _correcting(correction))
-        return result
+        return self._do(_CORRECT, message_id, _correcting(correction), states)
 
     def release(self, message_id: int) -> MessageResult[ReleaseResult]:
         """Take a message in flight away from its worker, for an attempt that does not end.
@@ -329,8 +365,7 @@ class Operator:
         Its worker stops the attempt within seconds. The attempt counts as lost when its lease ends, and the message is
         tried again, with one more attempt. It may be delivered twice.
         """
-        (result,) = self._release({message_id: None}, _Act())
-        return result
+        return self._do(_RELEASE, message_id, _Act())
 
     def dismiss(self, message_id: int, reason: str) -> MessageResult[DismissResult]:
         """End a failed message as skipped, because nobody will deliver it. `reason` has 1 to 1,000 characters.
@@ -338,8 +373,7 @@ class Operator:
         The skip reason of the message names the actor and the reason. Its dedupe key is free again, and the messages
         that waited behind it follow.
         """
-        (result,) = self._dismiss({message_id: None}, _dismissing(reason))
-        return result
+        return self._do(_DISMISS, message_id, _dismissing(reason))
 
     def reschedule(self, message_id: int, available_at: datetime | None = None) -> MessageResult[RescheduleResult]:
         """Make a pending message due at a time, or at once. It keeps its attempts and its keys.
@@ -347,27 +381,25 @@ class Operator:
         `available_at` needs a time zone. A message that would expire before is left alone, and so is one that is
         superseded by a newer message of its key.
         """
-        (result,) = self._reschedule([message_id], _rescheduling(available_at))
-        return result
+        return self._do(_RESCHEDULE, message_id, _rescheduling(available_at))
 
     def resend(self, message_id: int) -> MessageResult[ResendResult]:
         """Enqueue a copy of a sent message, marked as `resend_of` it. `other_id` of the result is the copy.
 
         No copy is made if the message is in another state, or superseded by a newer message of its key.
         """
-        return self._resend(message_id, _Act())
+        return self._do(_RESEND, message_id, _Act())
 
     def cancel(self, message_id: int) -> MessageResult[CancelResult]:
         """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
-        (result,) = self._cancel([message_id], OWED, _Act())
-        return result
+        return self._do(_CANCEL, message_id, _Act(), OWED)
 
     def cancel_by_key(
         self, topic: str, *, coalesce_key: str | None = None, dedupe_key: str | None = None
     ) -> list[MessageResult[CancelResult]]:
         """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none."""
         target: dict[str, JsonValue] = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
-        return [_cancelled(*row) for row in self._act(sql.CANCEL_BY_KEY, target, _Act(target))]
+        return _CANCEL.results(self._act(sql.CANCEL_BY_KEY, target, _Act(target)))
 
     def redrive_all(self, which: MessageFilter) -> Counter[str]:
         """Redrive all matching messages, and count the results: `{"redriven": 40, "superseded": 2}`.
@@ -439,27 +471,12 @@ class Operator:
                 return
 
     def _take(
-        self,
-        action: BulkAction,
-        counts: Mapping[int, int | None],
-        states: Collection[State],
-        act: _Act,
+        self, action: BulkAction, counts: Mapping[int, int | None], states: Collection[State], act: _Act
     ) -> Sequence[MessageResult[AnyResult]]:
-        if not counts:
-            return []
-        if action == "redrive":
-            return self._redrive(counts, states, act)
-        if action == "cancel":
-            return self._cancel(list(counts), states, act)
-        if action == "reschedule":
-            return self._reschedule(list(counts), act)
-        if action == "dismiss":
-            return self._dismiss(counts, act)
-        if action == "correct":
-            return self._correct(counts, states, act)
-        if action == "release":
-            return self._release(counts, act)
-        return [self._resend(message_id, act) for message_id in counts]
+        kind = _KINDS[action]
+        if action == "resend":
+            return [self._do(kind, message_id, act) for message_id in counts]
+        return self._do_each(kind, counts, act, states) if counts else []
 
     def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
         """Yield matching ids with their attempt counts, the last id searched, and the last id to search.
@@ -477,63 +494,20 @@ class Operator:
                 yield dict(part), part[-1][0] if part else last_id or through_id, through_id
             after_id = last_id
 
-    def _redrive(
-        self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
-    ) -> list[MessageResult[RedriveResult]]:
-        """Redrive these messages in one transaction, if they still have these numbers of attempts; None means any."""
-        parameters = {**_attempts(counts), "states": list(states)}
-        return [_redriven(row, states, counts[row[0]]) for row in self._act(sql.REDRIVE, parameters, act)]
+    def _do(self, kind: _Kind[_R], message_id: int, act: _Act, states: Collection[State] = ()) -> MessageResult[_R]:
+        (result,) = self._do_each(kind, {message_id: None}, act, states)
+        return result
 
-    def _correct(
-        self, counts: Mapping[int, int | None], states: Collection[State], act: _Act
-    ) -> list[MessageResult[CorrectResult]]:
-        """Correct these messages in one transaction, if they still have these numbers of attempts; None means any."""
-        rows = self._act(sql.CORRECT, {**_attempts(counts), "states": list(states), **act.changes}, act)
-        can_be = f"{' and '.join(sorted(states))} messages can be corrected"
-        return [
-            _result_of(message_id, CorrectResult(answer), newer_id or dedupe_key_of, state=state, can_be=can_be)
-            for message_id, answer, state, newer_id, dedupe_key_of in rows
-        ]
-
-    def _release(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[ReleaseResult]]:
-        """Release these messages in one transaction, if they are still in these attempts; None means any."""
-        can_be = "messages in flight can be released"
-        return [
-            _result_of(message_id, ReleaseResult(answer), state=state, can_be=can_be)
-            for message_id, answer, state in self._act(sql.RELEASE, _attempts(counts), act)
-        ]
-
-    def _dismiss(self, counts: Mapping[int, int | None], act: _Act) -> list[MessageResult[DismissResult]]:
-        """Dismiss these messages in one transaction, if they still have these numbers of attempts; None means any."""
-        rows = self._act(sql.DISMISS, {**_attempts(counts), **act.changes}, act)
-        return [
-            _result_of(message_id, DismissResult(answer), state=state, can_be="failed messages can be dismissed")
-            for message_id, answer, state in rows
-        ]
-
-    def _reschedule(self, ids: Sequence[int], act: _Act) -> list[MessageResult[RescheduleResult]]:
-        """Reschedule these messages in one transaction."""
-        rows = self._act(sql.RESCHEDULE, {"ids": ids, **act.changes}, act)
-        can_be = "pending messages can be rescheduled"
-        return [
-            _result_of(message_id, RescheduleResult(answer), newer_id, state=state, can_be=can_be)
-            for message_id, answer, state, newer_id in rows
-        ]
-
-    def _resend(self, message_id: int, act: _Act) -> MessageResult[ResendResult]:
-        rows = self._act(sql.RESEND, {"id": message_id}, act)
-        copy_id, state, newer_id = rows[0] if rows else (None, None, None)
-        result, other_id = ResendResult.RESENT, copy_id
-        if state != State.SENT:
-            result = ResendResult.WRONG_STATE if rows else ResendResult.MISSING
-        elif copy_id is None:
-            result, other_id = ResendResult.SUPERSEDED, newer_id
-        return _result_of(message_id, result, other_id, state=state, can_be="sent messages can be resent")
-
-    def _cancel(self, ids: Sequence[int], states: Collection[State], act: _Act) -> list[MessageResult[CancelResult]]:
-        """Cancel those of the messages that are in one of `states`, in one transaction."""
-        rows = self._act(sql.CANCEL_EACH, {"ids": ids, "states": list(states)}, act)
-        return [_cancelled(*row) for row in rows]
+    def _do_each(
+        self, kind: _Kind[_R], counts: Mapping[int, int | None], act: _Act, states: Collection[State]
+    ) -> list[MessageResult[_R]]:
+        """Do this in one transaction to the messages that still have these numbers of attempts; None means any."""
+        asked = {
+            "ids": list(counts),
+            "attempt_counts": None if None in counts.values() else list(counts.values()),
+            "states": list(states),
+        }
+        return kind.results(self._act(kind.statement(), {**asked, **act.changes}, act), states)
 
     # --- personal data ------------------------------------------------------------------------------------------------
 
@@ -926,16 +900,10 @@ class Operator:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def _result_of(
-    message_id: int, result: _R, other_id: int | None = None, *, state: str | None, can_be: str
-) -> MessageResult[_R]:
-    """Return the result of an act, with the reason if it has left the message alone.
-
-    `state` is that of the message, `can_be` tells which messages the act changes, as in "only sent messages can be
-    resent".
-    """
+def _explanation(result: str, state: str | None, other_id: int | None, can_be: str) -> str:
+    """Return the reason why an act has left a message alone; empty if it was done."""
     explanations = {
-        "missing": _MISSING,
+        "missing": "does not exist",
         "wrong_state": f"is {state}; only {can_be}",
         "changed": "was attempted again",
         "superseded": "is superseded by a newer message, which is deleted"
@@ -946,40 +914,11 @@ def _result_of(
         "ordered": "has an ordering key, which belongs to its queue",
         "dedupe_key_taken": f"has lost its dedupe key to message {other_id}",
         "locked": "is locked by another transaction; try again",
+        "already_cancelled": "is already cancelled",
     }
-    return MessageResult(message_id, result, other_id, explanations.get(result.value, ""))
-
-
-def _redriven(row: TupleRow, states: Collection[State], expected_count: int | None) -> MessageResult[RedriveResult]:
-    message_id, is_done, state, newer_id, attempt_count, dedupe_key_of = row
-    other_id = None
-    if is_done:
-        result = RedriveResult.REDRIVEN
-    elif state is None:
-        result = RedriveResult.MISSING
-    elif state not in states:
-        result = RedriveResult.WRONG_STATE
-    elif expected_count not in (None, attempt_count):
-        result = RedriveResult.CHANGED
-    elif newer_id is not None:
-        result, other_id = RedriveResult.SUPERSEDED, newer_id
-    elif dedupe_key_of is not None:
-        result, other_id = RedriveResult.DEDUPE_KEY_TAKEN, dedupe_key_of
-    else:
-        result = RedriveResult.LOCKED
-    can_be = f"{' and '.join(states)} messages can be redriven"
-    return _result_of(message_id, result, other_id, state=state, can_be=can_be)
-
-
-def _cancelled(message_id: int, answer: str) -> MessageResult[CancelResult]:
-    result = CancelResult(answer)
-    explanation = {
-        CancelResult.CANCELLED: "",
-        CancelResult.REQUESTED: "",
-        CancelResult.MISSING: _MISSING,
-        CancelResult.ALREADY_CANCELLED: "is already cancelled",
-    }.get(result, f"is already {result}")
-    return MessageResult(message_id, result, None, explanation)
+    # A cancel finds the other states.
+    explanations.update({ended: f"is already {ended}" for ended in State if ended is not State.CANCELLED})
+    return explanations.get(result, "")
 
 
 def _correcting(correction: Correction) -> _Act:
@@ -1015,10 +954,6 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
-
-
-def _attempts(counts: Mapping[int, int | None]) -> dict[str, object]:
-    return {"ids": list(counts), "attempt_counts": None if None in counts.values() else list(counts.values())}
 
 
 def _count(batches: Iterator[Batch]) -> Counter[str]:

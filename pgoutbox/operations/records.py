@@ -21,7 +21,7 @@ from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
 REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
-CORRECTABLE: Final = (State.PENDING, State.FAILED)
+CORRECTABLE: Final = (State.FAILED, State.PENDING)
 OWED: Final = (State.PENDING, State.SENDING)
 _PARTITIONS: Final = (
     frozenset(OWED),

@@ -439,7 +439,7 @@ def test_a_full_queue_accepts_redriven_and_retried_messages(capped: psycopg.Conn
     assert refused(capped, "SELECT pgoutbox.enqueue('greet', '1', 'import')")
     (claimed,) = claim(capped, queue="import", total=1)
     capped.execute("UPDATE pgoutbox.message SET state = 'pending', lane = 1 WHERE id = %s", [claimed.id])
-    assert capped.execute("SELECT r.redriven FROM pgoutbox.redrive(%s) AS r", [[failed]]).fetchall() == [(True,)]
+    assert capped.execute("SELECT r.result FROM pgoutbox.redrive(%s) AS r", [[failed]]).fetchall() == [("redriven",)]
 
 
 @pytest.fixture

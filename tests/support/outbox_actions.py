@@ -93,8 +93,8 @@ def cancel(connection: psycopg.Connection, message_id: int) -> str:
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     """Redrive one message. Return whether it was redriven."""
-    rows = connection.execute("SELECT redriven FROM pgoutbox.redrive(ARRAY[%s]::bigint[])", [message_id]).fetchall()
-    return bool(rows[0][0])
+    rows = connection.execute("SELECT result FROM pgoutbox.redrive(ARRAY[%s]::bigint[])", [message_id]).fetchall()
+    return rows == [("redriven",)]
 
 
 def begin(

@@ -54,7 +54,7 @@ def test_a_message_is_not_pruned_during_its_resend_and_keeps_its_content(
     claim(db)
     finish_sent(db, (source_id, 1))
     db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '1 day' WHERE state = 'sent'")
-    ((copy_id, _, _),) = resending.execute(sql.RESEND, {"id": source_id}).fetchall()
+    ((_, _, _, copy_id),) = resending.execute(sql.RESEND, {"ids": [source_id]}).fetchall()
     old = {"states": ["sent"], "older_than_seconds": 1.0, "topic": None, "limit": 9}
     assert db.execute(sql.PRUNE, old).fetchall() == []
     db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})

@@ -45,7 +45,7 @@ BEGIN
         ORDER BY m.id
         FOR UPDATE OF m SKIP LOCKED
     );
-    finished := ARRAY(SELECT r.id FROM pgoutbox.redrive(finished, correct.states) AS r WHERE r.redriven);
+    finished := ARRAY(SELECT r.id FROM pgoutbox.redrive(finished, correct.states) AS r WHERE r.result = 'redriven');
     IF 'pending' = ANY (correct.states) THEN
         chosen := pgoutbox._lock_pending(
             ARRAY(SELECT i.id FROM unnest(ids) AS i(id) EXCEPT SELECT f.id FROM unnest(finished) AS f(id))

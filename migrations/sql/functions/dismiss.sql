@@ -1,6 +1,5 @@
--- A message can be tried again, and fail with another error, between the
--- query of a filter and this call: then its attempt count has changed. The messages behind a failed one that halts its
--- ordering key may follow now.
+-- A message can be tried again, and fail with another error, between the query of a filter and this call: then its attempt
+-- count has changed. The messages behind a failed one that halts its ordering key may follow now.
 CREATE FUNCTION pgoutbox.dismiss(ids bigint[], reason text, attempt_counts integer[] DEFAULT NULL)
 RETURNS TABLE (id bigint, result text, state text)
 LANGUAGE plpgsql

@@ -1,12 +1,10 @@
--- The result has for each id the state before, the newer message if it was superseded, and the message that has its
--- dedupe key if another one has it. A message can change between the query of a filter and this call: an operator
--- cancelled a failed message, or it was tried again and failed with another error, perhaps with an unknown outcome. The
--- caller did not ask for these messages.
+-- A message can change between the query of a filter and this call: an operator cancelled a failed message, or it was
+-- tried again and failed with another error, perhaps with an unknown outcome. The caller did not ask for these messages.
 CREATE FUNCTION pgoutbox.redrive(
     ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
 )
 RETURNS TABLE (
-    id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer, dedupe_key_of bigint
+    id bigint, result text, state text, superseded_by bigint, attempt_count integer, dedupe_key_of bigint
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -99,7 +97,15 @@ BEGIN
     )
     SELECT
         a.id,
-        r.id IS NOT NULL AND (SELECT count(*) FROM notified) >= 0 AND (SELECT count(*) FROM recorded) >= 0,
+        CASE
+            WHEN r.id IS NOT NULL AND (SELECT count(*) FROM notified) + (SELECT count(*) FROM recorded) > 0 THEN 'redriven'
+            WHEN m.id IS NULL THEN 'missing'
+            WHEN m.state <> ALL (redrive.states) OR m.state NOT IN ('failed', 'cancelled') THEN 'wrong_state'
+            WHEN m.attempt_count <> a.attempt_count THEN 'changed'
+            WHEN head.newest_id > a.id THEN 'superseded'
+            WHEN d.message_id <> a.id THEN 'dedupe_key_taken'
+            ELSE 'locked'
+        END,
         m.state,
         CASE WHEN head.newest_id > a.id THEN head.newest_id END,
         m.attempt_count,
@@ -115,5 +121,6 @@ $function$;
 
 COMMENT ON FUNCTION pgoutbox.redrive IS
     'Make failed and cancelled messages pending again, if they are in one of the states and, if given, at these '
-    'attempts. Returns for each message whether it was redriven, its state before, the newer message if it is '
-    'superseded, its attempt count, and the message that has its dedupe key.';
+    'attempts. Returns for each message redriven, or the reason why it was left alone: missing, wrong_state, changed (it '
+    'was attempted again), superseded, dedupe_key_taken, or locked (try again). Returns also its state before, the newer '
+    'message if it is superseded, its attempt count, and the message that has its dedupe key.';

@@ -1,5 +1,5 @@
--- Cancel the messages of a topic and key; one row per message with the result.
-SELECT r.id, r.result
+-- Cancel the messages of a topic and key. One row per message, as in cancel_each.sql.
+SELECT r.id, r.result, NULL AS state, NULL AS other_id
 FROM pgoutbox.cancel_by_key(
     topic => %(topic)s::text,
     coalesce_key => %(coalesce_key)s::text,

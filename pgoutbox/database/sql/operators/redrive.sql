@@ -1,5 +1,9 @@
--- Make finished messages pending again, if they are in one of these states. One row per id: its state before, the newer
--- message if it was superseded, and the other message that has its dedupe key. Operators change messages through
--- functions, so they need no privilege on the tables.
-SELECT r.id, r.redriven, r.state, r.superseded_by, r.attempt_count, r.dedupe_key_of
+-- Make finished messages pending again, if they are in one of these states. One row per id: the result, the state before,
+-- and the newer message that supersedes it, or the message that has its dedupe key. Operators change messages through
+-- functions, so they need no privilege on the tables. The statements of the other acts on messages have the same columns.
+SELECT
+    r.id,
+    r.result,
+    r.state,
+    CASE r.result WHEN 'superseded' THEN r.superseded_by WHEN 'dedupe_key_taken' THEN r.dedupe_key_of END AS other_id
 FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[], %(attempt_counts)s::integer[]) AS r

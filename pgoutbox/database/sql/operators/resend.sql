@@ -1,4 +1,14 @@
--- Enqueue a copy of a sent message. One row: the id of the copy, null if it was refused; the state of the message; and
--- the newer message that supersedes it. No row: no such message.
-SELECT r.id, r.state, r.superseded_by
-FROM pgoutbox.resend(%(id)s::bigint) AS r
+-- Enqueue a copy of a sent message. One row, as in redrive.sql; the other message is the copy, or a newer message of its
+-- key.
+SELECT
+    asked.id,
+    CASE
+        WHEN r.state IS NULL THEN 'missing'
+        WHEN r.state <> 'sent' THEN 'wrong_state'
+        WHEN r.id IS NULL THEN 'superseded'
+        ELSE 'resent'
+    END AS result,
+    r.state,
+    CASE WHEN r.state = 'sent' THEN coalesce(r.id, r.superseded_by) END AS other_id
+FROM unnest(%(ids)s::bigint[]) AS asked(id)
+LEFT JOIN LATERAL pgoutbox.resend(asked.id) AS r ON true
