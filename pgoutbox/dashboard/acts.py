@@ -18,74 +18,82 @@ from pgoutbox.dashboard.pages import show_message
 from pgoutbox.dashboard.rendering import link, query
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.message import State
-from pgoutbox.operations import RedriveResult
+from pgoutbox.operations import Operator, RedriveResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from typing import TypeVar
 
     from starlette.requests import Request
 
-    from pgoutbox.operations import MessageResult, Operator
+    from pgoutbox.operations import MessageResult
     from pgoutbox.operations.records import AnyResult
 
     _T = TypeVar("_T")
 
 
-@operators_only
+ROUTES: Final[list[Route]] = []
+
+
+def _form(path: str) -> Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]:
+    """Answer the forms that operators send to this path."""
+
+    def register(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        ROUTES.append(Route(path, operators_only(answer), name=answer.__name__, methods=["POST"]))
+        return answer
+
+    return register
+
+
+@_form("/messages/{message_id}/redrive")
 async def redrive(request: Request) -> Response:
     """Make one message pending again, if its state is still the one that the page showed."""
-    message_id = inputs.message_id_of(request)
-    form = await inputs.read_form(request)
-    states = inputs.filter_of(form).states or (State.FAILED, State.CANCELLED)
-    return await _answer(request, await _act(request, lambda operator: operator.redrive(message_id, states=states)))
+    states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
+    return await _act_on_message(request, lambda operator, message_id: operator.redrive(message_id, states=states))
 
 
-@operators_only
+@_form("/messages/{message_id}/correct")
 async def correct(request: Request) -> Response:
     """Change fields of one pending or failed message. Its topic's model checks the payload, in an application."""
-    message_id, correction = inputs.message_id_of(request), inputs.correction_of(await inputs.read_form(request))
-    outbox = dashboard_of(request).outbox
-    corrected = await _act(request, lambda operator: correct_message(operator, outbox, message_id, correction))
-    return await _answer(request, corrected)
+    outbox, correction = dashboard_of(request).outbox, inputs.correction_of(await inputs.read_form(request))
+    return await _act_on_message(
+        request, lambda operator, message_id: correct_message(operator, outbox, message_id, correction)
+    )
 
 
-@operators_only
+@_form("/messages/{message_id}/release")
 async def release(request: Request) -> Response:
     """Take one message in flight away from its worker."""
-    message_id = inputs.message_id_of(request)
-    return await _answer(request, await _act(request, lambda operator: operator.release(message_id)))
+    return await _act_on_message(request, Operator.release)
 
 
-@operators_only
+@_form("/messages/{message_id}/dismiss")
 async def dismiss(request: Request) -> Response:
     """Dismiss one failed message."""
-    message_id, reason = inputs.message_id_of(request), inputs.reason_of(await inputs.read_form(request))
-    return await _answer(request, await _act(request, lambda operator: operator.dismiss(message_id, reason)))
+    reason = inputs.reason_of(await inputs.read_form(request))
+    return await _act_on_message(request, lambda operator, message_id: operator.dismiss(message_id, reason))
 
 
-@operators_only
+@_form("/messages/{message_id}/reschedule")
 async def reschedule(request: Request) -> Response:
     """Make one pending message due now, or at the given time."""
-    message_id, due_at = inputs.message_id_of(request), inputs.time_of(await inputs.read_form(request), "at")
-    return await _answer(request, await _act(request, lambda operator: operator.reschedule(message_id, due_at)))
+    due_at = inputs.time_of(await inputs.read_form(request), "at")
+    return await _act_on_message(request, lambda operator, message_id: operator.reschedule(message_id, due_at))
 
 
-@operators_only
+@_form("/messages/{message_id}/resend")
 async def resend(request: Request) -> Response:
     """Enqueue a copy of one message, and show the copy."""
-    message_id = inputs.message_id_of(request)
-    return await _answer(request, await _act(request, lambda operator: operator.resend(message_id)))
+    return await _act_on_message(request, Operator.resend)
 
 
-@operators_only
+@_form("/messages/{message_id}/cancel")
 async def cancel(request: Request) -> Response:
     """Cancel one message."""
-    message_id = inputs.message_id_of(request)
-    return await _answer(request, await _act(request, lambda operator: operator.cancel(message_id)))
+    return await _act_on_message(request, Operator.cancel)
 
 
-@operators_only
+@_form("/queues/{queue}/pause")
 async def pause(request: Request) -> Response:
     """Pause a queue, for some time or without end."""
     queue = inputs.queue_of(request)
@@ -94,7 +102,7 @@ async def pause(request: Request) -> Response:
     return _to_queues(request, queue, done="paused")
 
 
-@operators_only
+@_form("/queues/{queue}/resume")
 async def resume(request: Request) -> Response:
     """Resume a queue."""
     queue = inputs.queue_of(request)
@@ -102,7 +110,7 @@ async def resume(request: Request) -> Response:
     return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
 
 
-@operators_only
+@_form("/queues/{queue}/rate")
 async def limit_rate(request: Request) -> Response:
     """Limit how many attempts of a queue may begin in a period."""
     queue = inputs.queue_of(request)
@@ -111,7 +119,7 @@ async def limit_rate(request: Request) -> Response:
     return _to_queues(request, queue, done="limited")
 
 
-@operators_only
+@_form("/queues/{queue}/in-flight")
 async def limit_in_flight(request: Request) -> Response:
     """Limit how many attempts of a queue may be in flight."""
     queue = inputs.queue_of(request)
@@ -120,7 +128,7 @@ async def limit_in_flight(request: Request) -> Response:
     return _to_queues(request, queue, done="limited")
 
 
-@operators_only
+@_form("/redirect")
 async def set_redirect(request: Request) -> Response:
     """Redirect e-mail of all workers, for some time or without end."""
     target, duration, topics, exempt_topics = inputs.redirect_of(await inputs.read_form(request))
@@ -133,7 +141,7 @@ async def set_redirect(request: Request) -> Response:
     return _to_redirect(request, done="redirected" if are_known else "redirected-unknown")
 
 
-@operators_only
+@_form("/redirect/off")
 async def clear_redirect(request: Request) -> Response:
     """Switch the redirect off."""
     cleared, rest = await _act(request, lambda operator: (operator.clear_redirect(), operator.redirects()))
@@ -141,7 +149,7 @@ async def clear_redirect(request: Request) -> Response:
     return _to_redirect(request, done=f"{done}-workers" if rest.workers else done)
 
 
-@operators_only
+@_form("/breakers/close")
 async def close_breaker(request: Request) -> Response:
     """Close a circuit breaker, and make its messages due."""
     key = inputs.breaker_of(await inputs.read_form(request))
@@ -150,7 +158,7 @@ async def close_breaker(request: Request) -> Response:
     return RedirectResponse(f"{link(request, 'breakers')}{query(done=done)}", status_code=303)
 
 
-@operators_only
+@_form("/bulk")
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
@@ -160,7 +168,7 @@ async def start_bulk(request: Request) -> Response:
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 
 
-@operators_only
+@_form("/bulk/{bulk_id}/stop")
 async def stop_bulk(request: Request) -> Response:
     """Stop a bulk action after its current batch."""
     bulk = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
@@ -174,8 +182,10 @@ async def _act(request: Request, do: Callable[[Operator], _T]) -> _T:
     return await dashboard_of(request).database.act(viewer_of(request), do)
 
 
-async def _answer(request: Request, answer: MessageResult[AnyResult]) -> Response:
+async def _act_on_message(request: Request, do: Callable[[Operator, int], MessageResult[AnyResult]]) -> Response:
     """Show the message, or the copy of a resent message, with the notice; or the message with the refusal."""
+    message_id = inputs.message_id_of(request)
+    answer = await _act(request, lambda operator: do(operator, message_id))
     if answer.result == RedriveResult.MISSING:
         raise MessageNotFoundError(f"no such message: {answer.id}")
     if not answer.is_done:
@@ -191,23 +201,3 @@ def _to_queues(request: Request, queue: str, *, done: str) -> Response:
 def _to_redirect(request: Request, *, done: str) -> Response:
     dashboard_of(request).forget()
     return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#redirect", status_code=303)
-
-
-ROUTES: Final = [
-    Route("/messages/{message_id}/redrive", redrive, name="redrive", methods=["POST"]),
-    Route("/messages/{message_id}/correct", correct, name="correct", methods=["POST"]),
-    Route("/messages/{message_id}/release", release, name="release", methods=["POST"]),
-    Route("/messages/{message_id}/dismiss", dismiss, name="dismiss", methods=["POST"]),
-    Route("/messages/{message_id}/reschedule", reschedule, name="reschedule", methods=["POST"]),
-    Route("/messages/{message_id}/resend", resend, name="resend", methods=["POST"]),
-    Route("/messages/{message_id}/cancel", cancel, name="cancel", methods=["POST"]),
-    Route("/queues/{queue}/pause", pause, name="pause", methods=["POST"]),
-    Route("/queues/{queue}/resume", resume, name="resume", methods=["POST"]),
-    Route("/queues/{queue}/rate", limit_rate, name="limit_rate", methods=["POST"]),
-    Route("/queues/{queue}/in-flight", limit_in_flight, name="limit_in_flight", methods=["POST"]),
-    Route("/redirect", set_redirect, name="set_redirect", methods=["POST"]),
-    Route("/redirect/off", clear_redirect, name="clear_redirect", methods=["POST"]),
-    Route("/breakers/close", close_breaker, name="close_breaker", methods=["POST"]),
-    Route("/bulk", start_bulk, name="start_bulk", methods=["POST"]),
-    Route("/bulk/{bulk_id}/stop", stop_bulk, name="stop_bulk", methods=["POST"]),
-]

@@ -273,18 +273,15 @@ class Operator:
 
     def reads_payloads(self) -> bool:
         """Whether the role may read payloads and headers, and not only the views, which hide all values."""
-        ((may,),) = self._fetch(sql.READS_PAYLOADS)
-        return bool(may)
+        return self._answer(sql.READS_PAYLOADS)
 
     def corrects(self) -> bool:
         """Whether the role may correct messages."""
-        ((may,),) = self._fetch(sql.MAY_CORRECT)
-        return bool(may)
+        return self._answer(sql.MAY_CORRECT)
 
     def reads_audit(self) -> bool:
         """Whether the role may read the audit."""
-        ((may,),) = self._fetch(sql.READS_AUDIT)
-        return bool(may)
+        return self._answer(sql.READS_AUDIT)
 
     def list_acts(
         self,
@@ -312,10 +309,8 @@ class Operator:
         role that may read the views.
         """
         if topic.endswith("*"):
-            ((is_known,),) = self._fetch(sql.IS_KNOWN_PREFIX, {"prefix": topic[:-1]})
-        else:
-            ((is_known,),) = self._fetch(sql.IS_KNOWN_TOPIC, {"topic": topic})
-        return bool(is_known)
+            return self._answer(sql.IS_KNOWN_PREFIX, {"prefix": topic[:-1]})
+        return self._answer(sql.IS_KNOWN_TOPIC, {"topic": topic})
 
     # --- messages: acts -----------------------------------------------------------------------------------------------
 
@@ -541,7 +536,7 @@ class Operator:
             if progress is not None:
                 progress(len(results))
         mentions = None
-        if self._reads_mentions():
+        if self._answer(sql.READS_MENTIONS):
             addresses = sorted({address for _, _, address in rows if address} if ids is None else ())
             few = addresses[:_MAX_SEARCHED_ADDRESSES] if owner is not None else []
             mentions = self.mentions(*filter(None, (owner, destination)), *few, copies_of=list(results))
@@ -597,10 +592,6 @@ class Operator:
         """
         words = sorted({text.removeprefix("mailto:") for text in texts})
         return [Mention._make(row) for row in self._fetch(sql.MENTIONS, {"texts": words, "copies_of": list(copies_of)})]
-
-    def _reads_mentions(self) -> bool:
-        ((may,),) = self._fetch(sql.READS_MENTIONS)
-        return bool(may)
 
     # --- queues -------------------------------------------------------------------------------------------------------
 
@@ -860,6 +851,10 @@ class Operator:
 
     def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
         return operator_connection.fetch(self._connection, statement, parameters or {})
+
+    def _answer(self, question: LiteralString, parameters: Mapping[str, object] | None = None) -> bool:
+        ((answer,),) = self._fetch(question, parameters)
+        return bool(answer)
 
     def _as(self, act: _Act) -> retention.Run:
         return lambda statement, parameters: self._act(statement, parameters, act)
