@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import anyio
 
@@ -19,7 +20,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import Operator
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from starlette.requests import Request
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 # The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
 _QUEUES: Final = 10
+
+_T = TypeVar("_T")
 
 
 class Overview(NamedTuple):
@@ -66,9 +69,7 @@ class Dashboard:
         self.feed = ChangeFeed(settings)
         self.outbox = outbox
         self._history = History()
-        self._overviews: dict[str, tuple[float, Overview]] = {}
-        self._notices: tuple[float, Notices] | None = None
-        self._tabs: tuple[float, list[Tab]] | None = None
+        self._known: dict[str, tuple[float, Any]] = {}
         self._one_reads = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
@@ -85,12 +86,7 @@ class Dashboard:
             # One timeout for the wait and the query: if a query fails, waiting requests do not each wait in turn.
             with anyio.fail_after(ANSWER_SECONDS):
                 async with self._one_reads:
-                    known = self._overviews.get(asked.name)
-                    if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-                        asked_at = time.monotonic()
-                        found = await self.database.read(lambda connection: self._load_overview(connection, asked))
-                        known = self._overviews[asked.name] = (asked_at, found)
-                    return known[1]
+                    return await self._fresh(asked.name, lambda connection: self._load_overview(connection, asked))
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
 
@@ -115,27 +111,24 @@ class Dashboard:
 
     async def notices(self) -> Notices:
         """Return the redirects that are on, and whether the database is a copy, at most a second old."""
-        known = self._notices
-        if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-            asked_at = time.monotonic()
-            known = (asked_at, await self.database.read(_read_notices))
-            self._notices = known
-        return known[1]
+        return await self._fresh("notices", _read_notices)
 
     async def tabs(self) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""
-        known = self._tabs
-        if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-            asked_at = time.monotonic()
-            known = (asked_at, await self.database.read(count_tabs))
-            self._tabs = known
-        return known[1]
+        return await self._fresh("tabs", count_tabs)
+
+    async def _fresh(self, name: str, load: Callable[[Connection], _T]) -> _T:
+        """Return what `load` has read under this name at most a second ago, or reads now."""
+        asked_at = time.monotonic()
+        read_at, found = self._known.get(name, (-math.inf, None))
+        if asked_at - read_at > _FRESH_SECONDS:
+            found = await self.database.read(load)
+            self._known[name] = asked_at, found
+        return cast("_T", found)
 
     def forget(self) -> None:
         """Drop the cached data."""
-        self._overviews.clear()
-        self._notices = None
-        self._tabs = None
+        self._known.clear()
 
     def close(self) -> None:
         """Stop bulk actions and close idle connections. Committed changes remain."""
