@@ -57,7 +57,7 @@ class DoctorContext:
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """Run one statement in its own read-only transaction, and return its rows."""
         with self.connection.transaction(), self.connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(sql.PREPARE_EXAMINATION, {"seconds": self.statement_seconds})
+            cursor.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{self.statement_seconds}s"})
             return cursor.execute(statement, parameters).fetchall()
 
     def ask_one(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> DictRow:

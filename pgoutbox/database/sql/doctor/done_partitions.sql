@@ -1,7 +1,7 @@
 -- The partitions of finished messages: their number, the end of the last one, and the first time without a partition.
 -- After a wrong clock, partitions may exist far ahead, so the end of the last one does not count.
 WITH dated AS MATERIALIZED (
-    -- The bounds of a partition are read in the session's time format, which prepare_examination.sql has set.
+    -- The bounds of a partition are read in the session's time format, which prepare_operation.sql has set.
     SELECT bounds[1]::timestamptz AS lower_at, bounds[2]::timestamptz AS upper_at
     FROM pg_catalog.pg_inherits AS i
     JOIN pg_catalog.pg_class AS c ON c.oid = i.inhrelid
