@@ -11,6 +11,7 @@ from pgoutbox.doctor.findings import (
     HOW_TO,
     MAX_QUOTE_LENGTH,
     Note,
+    all_ok,
     duration,
     join_names,
     ok,
@@ -66,8 +67,7 @@ def check_partitions(context: DoctorContext) -> Iterator[Note]:
 
 def check_retention(context: DoctorContext) -> Iterator[Note]:
     """Check that retention keeps up with its rules, and that a large table has a rule."""
-    overdue = context.ask(sql.OVERDUE_RETENTION, {"seconds": context.limits.overdue_seconds})
-    for rule in overdue:
+    for rule in context.ask(sql.OVERDUE_RETENTION, {"seconds": context.limits.overdue_seconds}):
         yield warning(
             "retention-overdue",
             f"{rule['state']} messages of {rule['topic']} should have been deleted "
@@ -84,13 +84,12 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
             "the table grows without end, and so does every backup",
             "pgoutbox retention set '*' sent 30d",
         )
-    elif not overdue:
-        yield ok(
-            "retention-in-order",
-            f"{pluralize(facts['rules'], 'retention rule')}, and no message is overdue for deletion"
-            if facts["rules"]
-            else "no retention rules",
-        )
+    yield all_ok(
+        "retention-in-order",
+        f"{pluralize(facts['rules'], 'retention rule')}, and no message is overdue for deletion"
+        if facts["rules"]
+        else "no retention rules",
+    )
 
 
 def check_workers(context: DoctorContext) -> Iterator[Note]:
@@ -146,19 +145,15 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             "this application never delivers their messages",
             "register a handler in the module of --app, or run the doctor with the workers' --app",
         )
-    if not waiting and not idle:
-        yield ok("handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
+    yield all_ok("handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
 
 
 def check_leases(context: DoctorContext) -> Iterator[Note]:
     """Check that attempts end within their lease, so that they do not depend on its renewal."""
     lease = context.settings.lease_seconds
-    slow = [
-        row
-        for row in context.ask(sql.HANDLER_SECONDS, {"attempts": context.limits.attempts})
-        if row["p99_seconds"] > lease
-    ]
-    for row in slow:
+    for row in context.ask(sql.HANDLER_SECONDS, {"attempts": context.limits.attempts}):
+        if row["p99_seconds"] <= lease:
+            continue
         yield warning(
             "attempts-outlast-lease",
             f"attempts of {row['topic']} take {duration(row['p99_seconds'])} (p99 of {row['attempts']} sent), "
@@ -166,8 +161,7 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
             "they depend on lease renewal: if it fails, a second worker starts before the first attempt has ended",
             f"make the handler faster, or set PGOUTBOX_LEASE_SECONDS above {row['p99_seconds']:.0f}",
         )
-    lasting = context.ask(sql.LONG_IN_FLIGHT, {"seconds": context.limits.in_flight_seconds})
-    for row in lasting:
+    for row in context.ask(sql.LONG_IN_FLIGHT, {"seconds": context.limits.in_flight_seconds}):
         yield warning(
             "long-in-flight",
             f"topic {row['topic']} has had {pluralize(row['messages'], 'message')} in flight for up to "
@@ -176,8 +170,7 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
             "search the worker's log for finish_refused, which names the SQLSTATE; look for added triggers and "
             "constraints on the tables of pgoutbox",
         )
-    if not slow and not lasting:
-        yield ok("leases-in-order", f"no topic has attempts longer than the lease of {duration(lease)}")
+    yield all_ok("leases-in-order", f"no topic has attempts longer than the lease of {duration(lease)}")
 
 
 def check_encryption(context: DoctorContext) -> Iterator[Note]:
@@ -203,20 +196,17 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
             f"run the doctor with the worker's role, or: GRANT SELECT ON pgoutbox.message TO {user}",
         )
         return
-    unreadable = {topic: count for topic, count in sealed.items() if count}
-    for topic, count in unreadable.items():
-        yield problem(
-            "payloads-undecryptable",
-            f"no key of PGOUTBOX_ENCRYPTION_KEYS decrypts {pluralize(count, 'payload')} of {topic}",
-            "each attempt fails, until no attempts are left",
-            "append the key that encrypted them to PGOUTBOX_ENCRYPTION_KEYS",
-        )
-    if not unreadable and not (encrypted and keys is None):
-        yield (
-            ok("payloads-decryptable", "the keys decrypt all pending payloads")
-            if sealed
-            else ok("no-encrypted-payload", "no encrypted payload is pending")
-        )
+    for topic, count in sealed.items():
+        if count:
+            yield problem(
+                "payloads-undecryptable",
+                f"no key of PGOUTBOX_ENCRYPTION_KEYS decrypts {pluralize(count, 'payload')} of {topic}",
+                "each attempt fails, until no attempts are left",
+                "append the key that encrypted them to PGOUTBOX_ENCRYPTION_KEYS",
+            )
+    if sealed:
+        yield all_ok("payloads-decryptable", "the keys decrypt all pending payloads")
+    yield all_ok("no-encrypted-payload", "no encrypted payload is pending")
 
 
 def _unreadable_by_topic(context: DoctorContext) -> dict[str, int]:
@@ -255,8 +245,7 @@ def check_payloads(context: DoctorContext) -> Iterator[Note]:
     rows = context.ask(sql.PENDING_PAYLOADS, sample_parameters(handlers, served=None))
     sample = (SampledPayload(**row) for row in rows)
     keyring = keyring_of(settings.encryption_keys)
-    found = find_unreadable(sample, handlers, keyring, settings.redacted_names)
-    for topic, unreadable in found.items():
+    for topic, unreadable in find_unreadable(sample, handlers, keyring, settings.redacted_names).items():
         yield warning(
             "payloads-unreadable",
             f"{topic}: {unreadable.message_count} of {unreadable.sampled_count} sampled pending payloads do not fit "
@@ -266,8 +255,7 @@ def check_payloads(context: DoctorContext) -> Iterator[Note]:
             f"{HOW_TO}/topics.html#change-a-model",
             topic=topic,
         )
-    if not found:
-        yield ok("payloads-readable", "a sample of the pending payloads fits the models")
+    yield all_ok("payloads-readable", "a sample of the pending payloads fits the models")
 
 
 def check_due(context: DoctorContext) -> Iterator[Note]:
@@ -281,15 +269,13 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
         for queue in context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
         if queue["oldest_seconds"] > 2 * _run_interval(context, queue["queue"], running, runs)
     ]
-    if not late:
-        yield ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
-        return
     for queue in late:
         count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
         what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
         if queue["halted"] and queue["free"]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
         yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, running, runs, what)
+    yield all_ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
 
 
 def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], runs: list[DictRow]) -> float:
@@ -303,8 +289,7 @@ def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], ru
 def check_undelivered(context: DoctorContext) -> Iterator[Note]:
     """Find messages that were due long ago and have no final state, whatever the reason."""
     seconds = context.limits.undelivered_seconds
-    queues = context.ask(sql.UNDELIVERED, {"seconds": seconds})
-    for row in queues:
+    for row in context.ask(sql.UNDELIVERED, {"seconds": seconds}):
         count = pluralize(row["messages"], "message") + (" or more" if row["messages"] >= 10_000 else "")
         yield warning(
             "undelivered-for-long",
@@ -315,8 +300,7 @@ def check_undelivered(context: DoctorContext) -> Iterator[Note]:
             f"pgoutbox cancel {row['oldest_id']}",
             queue=row["queue"],
         )
-    if not queues:
-        yield ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
+    yield all_ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
 
 
 def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
@@ -433,8 +417,7 @@ def _without_worker(queue: str, what: str) -> Note:
 
 def check_breakers(context: DoctorContext) -> Iterator[Note]:
     """Find open circuit breakers."""
-    found = context.ask(sql.OPEN_BREAKERS)
-    for breaker in found:
+    for breaker in context.ask(sql.OPEN_BREAKERS):
         yield warning(
             "breaker-open",
             f"the breaker of {one_line(breaker['key'])} has been open for {duration(breaker['open_seconds'])}: "
@@ -444,8 +427,7 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             f"breaker, or at once: pgoutbox breaker close {shlex.quote(breaker['key'])}",
             breaker=breaker["key"],
         )
-    if not found:
-        yield ok("breakers-closed", "no circuit breaker is open")
+    yield all_ok("breakers-closed", "no circuit breaker is open")
 
 
 def check_redirect(context: DoctorContext) -> Iterator[Note]:
@@ -476,8 +458,7 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
                 "your users get no e-mail, and notifications, webhooks and events are held back",
                 "unset PGOUTBOX_REDIRECT_TO and restart the worker, unless this is a test system",
             )
-    if all(row["source"] == "blackout" for row in rows):
-        yield ok("no-redirect", "no redirect is on")
+    yield all_ok("no-redirect", "no redirect is on")
 
 
 def check_failed(context: DoctorContext) -> Iterator[Note]:
@@ -501,9 +482,8 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             topic=row["topic"],
             group=row["error_group"],
         )
-    if not causes:
-        yield ok("nothing-failed", f"no message {within}")
-    elif more := causes[0]["group_count"] - len(causes):
+    yield all_ok("nothing-failed", f"no message {within}")
+    if causes and (more := causes[0]["group_count"] - len(causes)):
         rest = causes[0]["message_count"] - sum(row["messages"] for row in causes)
         yield warning(
             "more-messages-failed",
@@ -550,8 +530,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
             "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
             "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
-    elif not missing:
-        yield ok("destinations-in-order", "all destinations of pending messages have a transport")
+    yield all_ok("destinations-in-order", "all destinations of pending messages have a transport")
 
 
 def _quoted(context: DoctorContext, error: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-from pgoutbox.doctor.findings import Note, ok, problem, skipped, warning
+from pgoutbox.doctor.findings import Note, all_ok, problem, skipped, warning
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, unknown_variables
@@ -20,21 +20,19 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Note]:
     """Find unknown variables, and settings that are meant for testing."""
-    found = [*_misspelt(environment), *_redirected(settings), *_for_testing(settings)]
+    yield from _misspelt(environment)
+    yield from _redirected(settings)
+    yield from _for_testing(settings)
     try:
         keyring_of(settings.encryption_keys)
     except ConfigurationError as error:
-        found.append(
-            problem(
-                "encryption-keys-unusable",
-                str(error),
-                "encrypted payloads cannot be written or read",
-                "install the missing extra",
-            )
+        yield problem(
+            "encryption-keys-unusable",
+            str(error),
+            "encrypted payloads cannot be written or read",
+            "install the missing extra",
         )
-    yield from found or [
-        ok("settings-in-order", "all PGOUTBOX_ variables are known settings, and none is for testing only")
-    ]
+    yield all_ok("settings-in-order", "all PGOUTBOX_ variables are known settings, and none is for testing only")
 
 
 def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
@@ -96,16 +94,13 @@ def _for_testing(settings: Settings) -> Iterator[Note]:
 
 def check_tls(settings: Settings) -> Iterator[Note]:
     """Check that connections to PostgreSQL over the network are encrypted and verified."""
-    found = [
-        *_unverified("PGOUTBOX_DSN", settings.dsn.get_secret_value() if settings.dsn else None),
-        *_unverified("PGOUTBOX_LISTEN_DSN", settings.listen_dsn.get_secret_value() if settings.listen_dsn else None),
-    ]
-    yield from found or [ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")]
+    for variable, dsn in (("PGOUTBOX_DSN", settings.dsn), ("PGOUTBOX_LISTEN_DSN", settings.listen_dsn)):
+        if dsn is not None:
+            yield from _unverified(variable, dsn.get_secret_value())
+    yield all_ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")
 
 
-def _unverified(variable: str, dsn: str | None) -> Iterator[Note]:
-    if dsn is None:
-        return
+def _unverified(variable: str, dsn: str) -> Iterator[Note]:
     try:
         given = conninfo_to_dict(dsn)
     except ProgrammingError:

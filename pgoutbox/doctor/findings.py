@@ -44,7 +44,7 @@ class Finding:
 
 
 class Note(NamedTuple):
-    """A finding without the name of its check."""
+    """A finding without the name of its check. With `if_alone` it is left out if the check has another one before."""
 
     level: Level
     code: str
@@ -52,6 +52,7 @@ class Note(NamedTuple):
     why: str | None = None
     fix: str | None = None
     about: Mapping[str, str] = {}
+    if_alone: bool = False
 
 
 Notes = Iterable[Note]
@@ -60,6 +61,11 @@ Notes = Iterable[Note]
 def ok(code: str, what: str) -> Note:
     """Report that the check found no fault."""
     return Note(Level.OK, code, what)
+
+
+def all_ok(code: str, what: str) -> Note:
+    """Report, at the end of a check, that it found no fault; left out if it did."""
+    return Note(Level.OK, code, what, if_alone=True)
 
 
 def skipped(code: str, what: str, fix: str | None = None) -> Note:
@@ -79,9 +85,12 @@ def problem(code: str, what: str, why: str, fix: str, **about: str) -> Note:
 
 def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
     """Run one check and yield its findings. A check that fails yields a finding, and the other checks still run."""
+    has_found = False
     try:
         for note in ask():
-            yield Finding(check, *note)
+            if not (note.if_alone and has_found):
+                yield Finding(check, *note[:-1])
+            has_found = True
     except InsufficientPrivilege as error:
         yield Finding(
             check,

@@ -16,6 +16,7 @@ from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import (
     HOW_TO,
     Note,
+    all_ok,
     duration,
     error_text,
     join_names,
@@ -35,11 +36,6 @@ _POOLER_TRIALS = 3
 def check_server(context: DoctorContext) -> Iterator[Note]:
     """Check the version and the encoding, and that the session can write."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
-    found = list(_server_faults(facts))
-    yield from found or [ok("server-in-order", f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")]
-
-
-def _server_faults(facts: DictRow) -> Iterator[Note]:
     if facts["server_version"] < MINIMUM_SERVER_VERSION:
         yield problem(
             "server-too-old",
@@ -68,6 +64,7 @@ def _server_faults(facts: DictRow) -> Iterator[Note]:
             "messages cannot be enqueued, claimed or finished there",
             "unset default_transaction_read_only in the settings of the server, the database or the role",
         )
+    yield all_ok("server-in-order", f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")
 
 
 def check_schema(context: DoctorContext) -> Iterator[Note]:
@@ -176,30 +173,24 @@ def check_sequence(context: DoctorContext) -> Iterator[Note]:
     """Check that a newer message always has a greater id."""
     facts = context.ask_one(sql.ID_SEQUENCE)
     why = "enqueue fails for keys whose newest message has a greater id, and other messages get ids out of order"
-    found = []
     if facts["newest_id"] is not None and facts["last_id"] < facts["newest_id"]:
-        found.append(
-            problem(
-                "sequence-behind",
-                f"pgoutbox.message_id_seq is at {facts['last_id']}, but message {facts['newest_id']} exists",
-                why,
-                "the cause is a restore or a replica without the sequence; as the schema's owner, before the next "
-                "enqueue, run: "
-                "SELECT setval('pgoutbox.message_id_seq', greatest((SELECT max(id) FROM pgoutbox.message), "
-                "(SELECT max(newest_id) FROM pgoutbox.key_head)));",
-            )
+        yield problem(
+            "sequence-behind",
+            f"pgoutbox.message_id_seq is at {facts['last_id']}, but message {facts['newest_id']} exists",
+            why,
+            "the cause is a restore or a replica without the sequence; as the schema's owner, before the next "
+            "enqueue, run: "
+            "SELECT setval('pgoutbox.message_id_seq', greatest((SELECT max(id) FROM pgoutbox.message), "
+            "(SELECT max(newest_id) FROM pgoutbox.key_head)));",
         )
     if facts["cache_size"] != 1:
-        found.append(
-            problem(
-                "sequence-cached",
-                f"pgoutbox.message_id_seq has CACHE {facts['cache_size']}: each session reserves ids in advance",
-                why,
-                "as the schema's owner, run: ALTER SEQUENCE pgoutbox.message_id_seq CACHE 1; then reconnect "
-                "every producer",
-            )
+        yield problem(
+            "sequence-cached",
+            f"pgoutbox.message_id_seq has CACHE {facts['cache_size']}: each session reserves ids in advance",
+            why,
+            "as the schema's owner, run: ALTER SEQUENCE pgoutbox.message_id_seq CACHE 1; then reconnect every producer",
         )
-    yield from found or [ok("sequence-in-order", f"the id sequence is in order, the last id is {facts['last_id']}")]
+    yield all_ok("sequence-in-order", f"the id sequence is in order, the last id is {facts['last_id']}")
 
 
 def _public(rights: DictRow) -> Iterator[Note]:
@@ -338,45 +329,38 @@ def check_clock(context: DoctorContext) -> Iterator[Note]:
 def check_durability(context: DoctorContext) -> Iterator[Note]:
     """Check that committed messages survive a crash."""
     facts = context.ask_one(sql.DURABILITY)
-    found = []
     settings = (
         ("fsync-off", "fsync", facts["has_fsync"]),
         ("full-page-writes-off", "full_page_writes", facts["has_full_pages"]),
     )
     for code, setting, is_on in settings:
         if not is_on:
-            found.append(
-                problem(
-                    code, f"{setting}=off", "a crash of the machine can corrupt the whole database", f"set {setting}=on"
-                )
+            yield problem(
+                code, f"{setting}=off", "a crash of the machine can corrupt the whole database", f"set {setting}=on"
             )
     if facts["unlogged"]:
-        found.append(
-            problem(
-                "unlogged-tables",
-                f"UNLOGGED tables: {join_names(facts['unlogged'])}",
-                "a crash of the server empties these tables, and they are empty on a standby",
-                "; ".join(f"ALTER TABLE pgoutbox.{name} SET LOGGED" for name in facts["unlogged"]),
-            )
+        yield problem(
+            "unlogged-tables",
+            f"UNLOGGED tables: {join_names(facts['unlogged'])}",
+            "a crash of the server empties these tables, and they are empty on a standby",
+            "; ".join(f"ALTER TABLE pgoutbox.{name} SET LOGGED" for name in facts["unlogged"]),
         )
     hasty = facts["hasty"] or ([] if facts["commits_wait"] else ["this session"])
     if hasty:
-        found.append(
-            warning(
-                "asynchronous-commits",
-                f"synchronous_commit=off for {join_names(hasty)}",
-                "a crash loses the last commits with their messages, or messages are sent twice",
-                "set synchronous_commit=on for the roles of producers and workers",
-            )
+        yield warning(
+            "asynchronous-commits",
+            f"synchronous_commit=off for {join_names(hasty)}",
+            "a crash loses the last commits with their messages, or messages are sent twice",
+            "set synchronous_commit=on for the roles of producers and workers",
         )
-    yield from found or [ok("durability-in-order", "commits are on disk before they are acknowledged")]
+    yield all_ok("durability-in-order", "commits are on disk before they are acknowledged")
 
 
 def check_transactions(context: DoctorContext) -> Iterator[Note]:
     """Find transactions and slots that stop vacuum from removing dead rows."""
     limits = context.limits
-    found = context.ask(sql.XMIN_HOLDERS, {"seconds": limits.transaction_seconds, "transactions": limits.transactions})
-    for held in found:
+    limits_of_age = {"seconds": limits.transaction_seconds, "transactions": limits.transactions}
+    for held in context.ask(sql.XMIN_HOLDERS, limits_of_age):
         since = "" if held["age_seconds"] is None else f", open for {duration(held['age_seconds'])}"
         yield warning(
             _CODES[held["kind"]],
@@ -391,8 +375,7 @@ def check_transactions(context: DoctorContext) -> Iterator[Note]:
             f"{context.connection.info.user} cannot see the transactions of other roles",
             f"let it see them: GRANT pg_read_all_stats TO {context.connection.info.user}",
         )
-    elif not found:
-        yield ok("no-old-transaction", f"no transaction is older than {duration(limits.transaction_seconds)}")
+    yield all_ok("no-old-transaction", f"no transaction is older than {duration(limits.transaction_seconds)}")
 
 
 _KINDS = {
@@ -418,8 +401,7 @@ _RELEASES = {
 
 def check_slots(context: DoctorContext) -> Iterator[Note]:
     """Find replication slots that fill the disk with WAL."""
-    found = context.ask(sql.SLOTS, {"bytes": context.limits.retained_bytes})
-    for slot in found:
+    for slot in context.ask(sql.SLOTS, {"bytes": context.limits.retained_bytes}):
         use = "in use" if slot["is_active"] else "unused"
         held = f"holds back {slot['bytes'] / (1 << 20):.0f} MiB of WAL" if slot["bytes"] is not None else "has lost WAL"
         yield warning(
@@ -429,8 +411,7 @@ def check_slots(context: DoctorContext) -> Iterator[Note]:
             f"if it is not needed: SELECT pg_drop_replication_slot('{slot['name']}'); "
             "set max_slot_wal_keep_size to limit it",
         )
-    if not found:
-        yield ok("slots-in-order", "no replication slot holds back much WAL")
+    yield all_ok("slots-in-order", "no replication slot holds back much WAL")
 
 
 def check_notify(context: DoctorContext) -> Iterator[Note]:
@@ -461,35 +442,28 @@ def check_notify(context: DoctorContext) -> Iterator[Note]:
 def check_vacuum(context: DoctorContext) -> Iterator[Note]:
     """Check that autovacuum is on, and that it keeps up."""
     facts = context.ask_one(sql.VACUUM)
-    found = []
     if not facts["has_autovacuum"]:
-        found.append(
-            problem(
-                "autovacuum-off",
-                "autovacuum is off, or track_counts is",
-                "claims become slower with every message, and in the end the server refuses writes",
-                "set autovacuum=on and track_counts=on",
-            )
+        yield problem(
+            "autovacuum-off",
+            "autovacuum is off, or track_counts is",
+            "claims become slower with every message, and in the end the server refuses writes",
+            "set autovacuum=on and track_counts=on",
         )
     if facts["without_autovacuum"]:
-        found.append(
-            warning(
-                "autovacuum-off-for-table",
-                f"autovacuum is off for {join_names(facts['without_autovacuum'])}",
-                "every claim and finish leaves dead rows, which nothing removes there",
-                "; ".join(
-                    f"ALTER TABLE pgoutbox.{name} RESET (autovacuum_enabled)" for name in facts["without_autovacuum"]
-                ),
-            )
+        yield warning(
+            "autovacuum-off-for-table",
+            f"autovacuum is off for {join_names(facts['without_autovacuum'])}",
+            "every claim and finish leaves dead rows, which nothing removes there",
+            "; ".join(
+                f"ALTER TABLE pgoutbox.{name} RESET (autovacuum_enabled)" for name in facts["without_autovacuum"]
+            ),
         )
     for table in context.ask(sql.DEAD_ROWS, {"dead_rows": context.limits.dead_rows}):
         never = "; autovacuum has never run on it" if table["never"] else ""
-        found.append(
-            warning(
-                "dead-rows",
-                f"{table['name']} has {table['dead']} dead rows and {table['live']} live ones{never}",
-                "claims have to read past the dead rows",
-                f"see `transactions` for transactions that hold back vacuum, then run: VACUUM pgoutbox.{table['name']}",
-            )
+        yield warning(
+            "dead-rows",
+            f"{table['name']} has {table['dead']} dead rows and {table['live']} live ones{never}",
+            "claims have to read past the dead rows",
+            f"see `transactions` for transactions that hold back vacuum, then run: VACUUM pgoutbox.{table['name']}",
         )
-    yield from found or [ok("vacuum-in-order", "autovacuum keeps up with the tables")]
+    yield all_ok("vacuum-in-order", "autovacuum keeps up with the tables")
