@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Final, cast
 
@@ -47,22 +47,20 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
+from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import (
     Action,
     Correction,
-    CorrectResult,
-    DismissResult,
     MessageFilter,
     MessageResult,
     Operator,
     RedriveResult,
-    ReleaseResult,
     ResendResult,
 )
+from pgoutbox.operations.operator import KINDS
 from pgoutbox.operations.records import AnyResult, BulkAction, BulkChanges
 from pgoutbox.settings import Settings
 
@@ -70,24 +68,15 @@ _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
 _COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
 _CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "headers")
-_RESULTS: Final = {
-    "redrive": RedriveResult,
-    "resend": ResendResult,
-    "cancel": CancelResult,
-    "reschedule": RescheduleResult,
-    "dismiss": DismissResult,
-    "correct": CorrectResult,
-    "release": ReleaseResult,
-}
-_DONE: Final = {
-    RedriveResult.REDRIVEN: "pending again",
-    ResendResult.RESENT: "resent",
-    RescheduleResult.RESCHEDULED: "rescheduled",
-    DismissResult.DISMISSED: "dismissed",
-    CorrectResult.CORRECTED: "corrected, and pending",
-    ReleaseResult.RELEASED: "taken from its worker, and tried again when the lease ends",
-    CancelResult.CANCELLED: "cancelled",
-    CancelResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",
+_DONE: Final[Mapping[str, str]] = {
+    "redriven": "pending again",
+    "resent": "resent",
+    "rescheduled": "rescheduled",
+    "dismissed": "dismissed",
+    "corrected": "corrected, and pending",
+    "released": "taken from its worker, and tried again when the lease ends",
+    "cancelled": "cancelled",
+    "requested": "asked to stop; its handler is notified, and it is not retried",
 }
 
 
@@ -385,10 +374,11 @@ def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilte
                 for result in batch.results:
                     (done if result.is_done else left)[result.result] += 1
                 report(done.total() + left.total())
+    results = list[str](KINDS[action].result.__members__.values())
     if options.as_json:
-        print_json({result: (done + left)[result] for result in _RESULTS[action]})
+        print_json({result: (done + left)[result] for result in results})
     else:
-        usual, *_ = _RESULTS[action]
+        usual, *_ = results
         left_alone = f"; left alone: {_words(left)}" if left else ""
         print_line((_words(done) or f"0 {usual}") + left_alone)
     if left[RedriveResult.LOCKED]:

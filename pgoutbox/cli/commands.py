@@ -4,7 +4,7 @@ Data goes to stdout, everything else to stderr. A command raises `PgOutboxError`
 returns an exit code.
 """
 
-from pgoutbox.cli import (
+from pgoutbox.cli import (  # noqa: F401 - each registers its commands
     about,
     acts,
     breakers,
@@ -24,19 +24,4 @@ from pgoutbox.cli.web import web_app
 
 app.add_typer(web_app, name="web")
 
-__all__ = [
-    "about",
-    "acts",
-    "app",
-    "breakers",
-    "deletion",
-    "doctor",
-    "erasure",
-    "messages",
-    "queues",
-    "redirect",
-    "schema",
-    "topics",
-    "watch",
-    "worker",
-]
+__all__ = ["app"]

@@ -139,7 +139,7 @@ _DISMISS: Final = _Kind(lambda: sql.DISMISS, DismissResult, "failed messages can
 _RESCHEDULE: Final = _Kind(lambda: sql.RESCHEDULE, RescheduleResult, "pending messages can be rescheduled")
 _RESEND: Final = _Kind(lambda: sql.RESEND, ResendResult, "sent messages can be resent")
 _CANCEL: Final = _Kind(lambda: sql.CANCEL_EACH, CancelResult)
-_KINDS: Final[Mapping[BulkAction, _Kind[Any]]] = {
+KINDS: Final[Mapping[BulkAction, _Kind[Any]]] = {
     "redrive": _REDRIVE,
     "correct": _CORRECT,
     "release": _RELEASE,
@@ -468,7 +468,7 @@ class Operator:
     def _take(
         self, action: BulkAction, counts: Mapping[int, int | None], states: Collection[State], act: _Act
     ) -> Sequence[MessageResult[AnyResult]]:
-        kind = _KINDS[action]
+        kind = KINDS[action]
         if action == "resend":
             return [self._do(kind, message_id, act) for message_id in counts]
         return self._do_each(kind, counts, act, states) if counts else []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from types import TracebackType
 from typing import Final, Self
 
 from pgoutbox.observability.events import LogEvent
@@ -41,9 +40,7 @@ class FailureAlerts:
             self._task = asyncio.create_task(self._run(), name="pgoutbox-failure-alerts")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

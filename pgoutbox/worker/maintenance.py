@@ -14,7 +14,6 @@ import random
 import threading
 import time
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Final, Self
 
 import psycopg
@@ -59,9 +58,7 @@ class Maintenance:
             self._task = asyncio.create_task(self._run(), name="pgoutbox-maintenance")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop after the current transaction, and cancel it if it takes long."""
         self._stopping.set()
         if self._task is not None:
