@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -23,8 +23,6 @@ from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, 
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from starlette.requests import Request
 
     from pgoutbox.dashboard.types import Connection
@@ -57,6 +55,21 @@ _DONE: Final[Mapping[str, str]] = {
 }
 _PREVIEW: Final = 10
 _SHARES: Final = (0.5, 0.95, 0.99)
+
+
+async def _show(
+    request: Request,
+    template: str,
+    load: Callable[[Connection], Mapping[str, object]],
+    *,
+    status: int = 200,
+    **context: object,
+) -> Response:
+    """Render a page with what it reads, in one transaction with the time of the database."""
+    known = await dashboard_of(request).database.read(
+        lambda connection: {"now": reads.now(connection), **load(connection)}
+    )
+    return await render_page(request, template, {"notice": _notice(request), **context, **known}, status=status)
 
 
 async def overview(request: Request) -> Response:
@@ -102,28 +115,23 @@ async def messages(request: Request) -> Response:
     # A live refresh searches only the newest rows, because it runs often.
     seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
 
-    def load(connection: Connection) -> tuple[datetime, reads.Found]:
+    def load(connection: Connection) -> dict[str, object]:
         found = reads.search(connection, which, before_id=before_id, limit=limit, seconds=seconds)
-        return reads.now(connection), found
+        return {"found": found, "messages": _redacted(dashboard, found.messages)}
 
-    now, found = await dashboard.database.read(load)
     asked = inputs.asked_for(which)
-    return await render_page(
+    return await _show(
         request,
         "messages.html",
-        {
-            "page": "messages",
-            "now": now,
-            "tabs": tabs_of(await dashboard.tabs(), which),
-            "which": which,
-            "asked": asked,
-            "is_filtered": any(value is not None for name, value in asked.items() if name not in ("state", "due")),
-            "limit": limit,
-            "before_id": before_id,
-            "found": found,
-            "messages": _redacted(dashboard, found.messages),
-            "bulk_actions": [action for action in inputs.BULK_ACTIONS if _is_for(action, which)],
-        },
+        load,
+        page="messages",
+        tabs=tabs_of(await dashboard.tabs(), which),
+        which=which,
+        asked=asked,
+        is_filtered=any(value is not None for name, value in asked.items() if name not in ("state", "due")),
+        limit=limit,
+        before_id=before_id,
+        bulk_actions=[action for action in inputs.BULK_ACTIONS if _is_for(action, which)],
     )
 
 
@@ -157,7 +165,6 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
         acts = reads.acts_on(connection, message_id)
         supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
         return {
-            "now": reads.now(connection),
             "message": details.redacted(names),
             "corrects": operator.corrects(),
             "attempts": [attempt.redacted(names) for attempt in attempts],
@@ -166,9 +173,8 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
             "has_values": may_see_values and operator.reads_payloads(),
         }
 
-    known = await dashboard.database.read(load)
-    context = {"page": "messages", "refusal": refusal, "notice": _notice(request), **known}
-    return await render_page(request, "message.html", context, status=200 if refusal is None else 409)
+    status = 200 if refusal is None else 409
+    return await _show(request, "message.html", load, status=status, page="messages", refusal=refusal)
 
 
 def _notice(request: Request) -> str | None:
@@ -182,13 +188,12 @@ async def queues(request: Request) -> Response:
 
     def load(connection: Connection) -> dict[str, object]:
         found = reads.queues(connection, prefix=prefix or "")
-        return {"now": reads.now(connection), "queues": found.rows, "total": found.total}
+        return {"queues": found.rows, "total": found.total}
 
     if asked is not None:
         return await _queue(request, asked)
-    known = await dashboard_of(request).database.read(load)
-    context = {"page": "queues", "cap": reads.QUEUE_CAP, "prefix": prefix, "count_cap": reads.QUEUE_NAMES}
-    return await render_page(request, "queues.html", {**context, **_queue_words(request), **known})
+    capped = {"cap": reads.QUEUE_CAP, "count_cap": reads.QUEUE_NAMES}
+    return await _show(request, "queues.html", load, prefix=prefix, **capped, **_ABOUT_QUEUES)
 
 
 async def _queue(request: Request, name: str) -> Response:
@@ -199,82 +204,64 @@ async def _queue(request: Request, name: str) -> Response:
         found = reads.queue(connection, name)
         is_unused = not reads.is_used(connection, found)
         known = history.depth(connection, name, now, asked, reads.DEPTH_CAP)
-        return {"now": now, "q": found, "is_unused": is_unused, "depth": charts.depth(asked, now, known)}
+        return {"q": found, "is_unused": is_unused, "depth": charts.depth(asked, now, known)}
 
-    known = await dashboard_of(request).database.read(load)
-    context = {
-        "page": "queues",
-        "asked": name,
-        "cap": reads.CAP,
-        "looked_at": reads.SEARCH_ROWS,
-        "depth_cap": reads.DEPTH_CAP,
-        "asked_range": asked.name,
-        "ranges": list(RANGES),
-        "wide_size": (charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
-    }
-    return await render_page(request, "queue.html", {**context, **_queue_words(request), **known})
+    return await _show(
+        request,
+        "queue.html",
+        load,
+        **_ABOUT_QUEUES,
+        asked=name,
+        cap=reads.CAP,
+        looked_at=reads.SEARCH_ROWS,
+        depth_cap=reads.DEPTH_CAP,
+        asked_range=asked.name,
+        ranges=list(RANGES),
+        wide_size=(charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
+    )
 
 
-def _queue_words(request: Request) -> dict[str, object]:
-    return {
-        "periods": inputs.PERIODS,
-        "rate_minutes": reads.RATE_SECONDS // 60,
-        "notice": _notice(request),
-    }
+_ABOUT_QUEUES: Final[Mapping[str, Any]] = {
+    "page": "queues",
+    "periods": inputs.PERIODS,
+    "rate_minutes": reads.RATE_SECONDS // 60,
+}
 
 
 async def workers(request: Request) -> Response:
     """Show the workers and their messages in flight."""
 
     def load(connection: Connection) -> dict[str, object]:
-        return {
-            "now": reads.now(connection),
-            "workers": reads.running_workers(connection),
-            "running": reads.running_messages(connection),
-        }
+        return {"workers": reads.running_workers(connection), "running": reads.running_messages(connection)}
 
-    known = await dashboard_of(request).database.read(load)
-    return await render_page(request, "workers.html", {"page": "workers", **known})
+    return await _show(request, "workers.html", load, page="workers")
 
 
 async def breakers(request: Request) -> Response:
     """Show the open circuit breakers and the messages that wait for each."""
-    dashboard = dashboard_of(request)
-    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), reads.breakers(connection)))
-    hidden = dashboard.names_of(None)
-    return await render_page(
-        request,
-        "breakers.html",
-        {
-            "page": "breakers",
-            "notice": _notice(request),
-            "now": now,
-            "breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found],
-            "cap": reads.QUEUE_CAP,
-            "most": reads.MAX_BREAKERS,
-        },
-    )
+    hidden = dashboard_of(request).names_of(None)
+
+    def load(connection: Connection) -> dict[str, object]:
+        found = reads.breakers(connection)
+        return {"breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found]}
+
+    capped = {"cap": reads.QUEUE_CAP, "most": reads.MAX_BREAKERS}
+    return await _show(request, "breakers.html", load, page="breakers", **capped)
 
 
 async def failed(request: Request) -> Response:
     """Show the failed messages by topic and error."""
     dashboard = dashboard_of(request)
-    now, groups = await dashboard.database.read(
-        lambda connection: (reads.now(connection), reads.failed_groups(connection))
-    )
-    groups = [group.redacted(dashboard.names_of(group.topic)) for group in groups]
-    return await render_page(
-        request,
-        "failed.html",
-        {
-            "page": "failed",
-            "now": now,
-            "groups": groups,
-            "retrying": next(tab for tab in await dashboard.tabs() if tab.due == "again"),
+
+    def load(connection: Connection) -> dict[str, object]:
+        groups = reads.failed_groups(connection)
+        return {
+            "groups": [group.redacted(dashboard.names_of(group.topic)) for group in groups],
             "looked_at": sum(group.messages for group in groups),
-            "cap": reads.GROUP_ROWS,
-        },
-    )
+        }
+
+    retrying = next(tab for tab in await dashboard.tabs() if tab.due == "again")
+    return await _show(request, "failed.html", load, page="failed", retrying=retrying, cap=reads.GROUP_ROWS)
 
 
 async def audit(request: Request) -> Response:
@@ -284,29 +271,25 @@ async def audit(request: Request) -> Response:
     actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
     dashboard = dashboard_of(request)
 
-    def load(connection: Connection) -> list[AuditRow]:
+    def load(connection: Connection) -> dict[str, object]:
         operator = Operator(connection)
         if not operator.reads_audit():
             raise RefusedError("read the audit", "pgoutbox_operator")
-        return operator.list_acts(actor=actor, action=action, before_id=before_id, limit=limit + 1)
+        found = operator.list_acts(actor=actor, action=action, before_id=before_id, limit=limit + 1)
+        next_before = found[limit - 1].id if len(found) > limit else None
+        return {"acts": _redacted_acts(dashboard, found[:limit]), "next_before": next_before}
 
-    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), load(connection)))
-    acts = found[:limit]
-    return await render_page(
+    return await _show(
         request,
         "audit.html",
-        {
-            "page": "audit",
-            "now": now,
-            "actions": list(Action),
-            "actor": actor,
-            "action": action,
-            "limit": limit,
-            "before_id": before_id,
-            "asked": {"actor": actor, "action": action},
-            "acts": _redacted_acts(dashboard, acts),
-            "next_before": acts[-1].id if len(found) > limit else None,
-        },
+        load,
+        page="audit",
+        actions=list(Action),
+        actor=actor,
+        action=action,
+        limit=limit,
+        before_id=before_id,
+        asked={"actor": actor, "action": action},
     )
 
 
@@ -329,21 +312,18 @@ async def bulk_preview(request: Request) -> Response:
         found = reads.search(connection, which, limit=shown).messages if count else []
         first = _redacted(dashboard, found)
         cause = reads.cause_of(connection, which, dashboard.names_of(which.topic))
-        return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first, "cause": cause}
+        return {"count": count, "is_all": is_all, "messages": first, "cause": cause}
 
-    known = await dashboard.database.read(load)
-    return await render_page(
+    return await _show(
         request,
         "bulk_preview.html",
-        {
-            "page": "messages",
-            "action": action,
-            "asked": inputs.asked_for(which),
-            "most": MAX_MESSAGES,
-            "rows": reads.rows_of(which),
-            "running": [bulk for bulk in dashboard.bulks.latest() if bulk.is_running],
-            **known,
-        },
+        load,
+        page="messages",
+        action=action,
+        asked=inputs.asked_for(which),
+        most=MAX_MESSAGES,
+        rows=reads.rows_of(which),
+        running=[bulk for bulk in dashboard.bulks.latest() if bulk.is_running],
     )
 
 
