@@ -172,8 +172,6 @@ async def start_bulk(request: Request) -> Response:
 async def stop_bulk(request: Request) -> Response:
     """Stop a bulk action after its current batch."""
     bulk = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
-    if bulk is None:
-        raise MessageNotFoundError("this process has no such bulk action; see the audit for its changes")
     bulk.stop.set()
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import psycopg
 
 from pgoutbox.dashboard.database import RefusedError
-from pgoutbox.errors import PgOutboxError, StateError
+from pgoutbox.errors import MessageNotFoundError, PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.operations.records import BulkAction, BulkChanges
@@ -84,10 +84,12 @@ class Bulks:
         threading.Thread(target=self._run, args=(bulk,), name=f"pgoutbox bulk {bulk.id}", daemon=True).start()
         return bulk
 
-    def find(self, bulk_id: str) -> Bulk | None:
-        """Return the bulk action with this id, or None if this process does not have it."""
+    def find(self, bulk_id: str) -> Bulk:
+        """Return the bulk action with this id. Raises `MessageNotFoundError` if this process does not have it."""
         with self._lock:
-            return self._bulks.get(bulk_id)
+            if bulk_id not in self._bulks:
+                raise MessageNotFoundError("this process has no such bulk action; see the audit for its changes")
+            return self._bulks[bulk_id]
 
     def latest(self) -> list[Bulk]:
         """Return the bulk actions, newest first."""

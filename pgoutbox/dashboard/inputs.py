@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
@@ -74,6 +74,12 @@ def text_of(given: Given, name: str, *, at_most: int = _MAX_TEXT) -> str | None:
     return value
 
 
+def _needed(given: Given, name: str, advice: str, *, at_most: int = _MAX_TEXT) -> str:
+    if (text := text_of(given, name, at_most=at_most)) is None:
+        raise InputError(name, advice)
+    return text
+
+
 def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_ID) -> int | None:
     """Return a whole number; None if empty."""
     value = given.get(name, "").strip()
@@ -86,6 +92,14 @@ def _number(name: str, value: str, *, at_least: int, at_most: int) -> int:
     if re.fullmatch(r"[0-9]{1,19}", value) is None or not at_least <= int(value) <= at_most:
         raise InputError(name, f"give a whole number from {at_least} to {at_most}")
     return int(value)
+
+
+def choice_of(given: Given, name: str, choices: Collection[str]) -> str | None:
+    """Return one of the choices; None if empty."""
+    value = given.get(name, "").strip()
+    if value and value not in choices:
+        raise InputError(name, f"give one of {', '.join(choices)}")
+    return value or None
 
 
 def limit_of(given: Given) -> int:
@@ -138,23 +152,9 @@ def filter_of(given: Given) -> MessageFilter:
         created_from=time_of(given, "created_from"),
         created_before=time_of(given, "created_before"),
         error_group=group or None,
-        due=_due_of(given),
+        due=cast("Literal['now', 'later', 'again'] | None", choice_of(given, "due", ("now", "later", "again"))),
         ids=_ids_of(given),
     )
-
-
-def _due_of(given: Given) -> Literal["now", "later", "again"] | None:
-    match given.get("due", "").strip():
-        case "":
-            return None
-        case "now":
-            return "now"
-        case "later":
-            return "later"
-        case "again":
-            return "again"
-        case _:
-            raise InputError("due", "give now, later or again")
 
 
 def _ids_of(given: Given) -> tuple[int, ...] | None:
@@ -178,12 +178,8 @@ def asked_for(which: MessageFilter) -> dict[str, object]:
 
 def action_of(given: Given) -> Action | None:
     """Return the action that the audit is filtered by."""
-    value = given.get("action", "").strip()
-    if not value:
-        return None
-    if value not in set(Action):
-        raise InputError("action", f"unknown; give one of {', '.join(Action)}")
-    return Action(value)
+    value = choice_of(given, "action", [*Action])
+    return None if value is None else Action(value)
 
 
 def bulk_action_of(given: Given) -> BulkAction:
@@ -211,10 +207,7 @@ def correction_of(form: Given) -> Correction:
 
 def reason_of(form: Given) -> str:
     """Return the reason of a dismissal."""
-    reason = text_of(form, "reason")
-    if reason is None:
-        raise InputError("reason", "say why nobody will deliver the message")
-    return reason
+    return _needed(form, "reason", "say why nobody will deliver the message")
 
 
 def changes_of(form: Given, action: BulkAction) -> BulkChanges:
@@ -254,10 +247,7 @@ def asked_queue_of(given: Given) -> str | None:
 
 def range_of(given: Given) -> Range:
     """Return the range of a chart."""
-    value = given.get("range", "").strip() or next(iter(RANGES))
-    if value not in RANGES:
-        raise InputError("range", f"give one of {', '.join(RANGES)}")
-    return RANGES[value]
+    return RANGES[choice_of(given, "range", RANGES) or next(iter(RANGES))]
 
 
 def _queue(value: str) -> str:
@@ -269,9 +259,7 @@ def _queue(value: str) -> str:
 def duration_of(form: Given) -> timedelta | None:
     """Return the length of a pause or a redirect; None means without an end."""
     count = number_of(form, "duration", at_most=100_000)
-    unit = form.get("unit", "minutes")
-    if unit not in UNIT_SECONDS:
-        raise InputError("unit", f"give one of {', '.join(UNIT_SECONDS)}")
+    unit = choice_of(form, "unit", UNIT_SECONDS) or "minutes"
     if count is None:
         return None
     duration = timedelta(seconds=count * UNIT_SECONDS[unit])
@@ -291,9 +279,7 @@ class RedirectInput(NamedTuple):
 
 def redirect_of(form: Given) -> RedirectInput:
     """Return the target, the length and the topics of a redirect."""
-    target = text_of(form, "target")
-    if target is None:
-        raise InputError("target", "give an address, or @ and a domain")
+    target = _needed(form, "target", "give an address, or @ and a domain")
     try:
         check_target(target)
     except ConfigurationError as error:
@@ -311,19 +297,14 @@ def redirect_of(form: Given) -> RedirectInput:
 
 def breaker_of(form: Given) -> str:
     """Return the key of a circuit breaker."""
-    key = text_of(form, "key", at_most=2048)
-    if key is None:
-        raise InputError("key", "give the key of a circuit breaker")
-    return key
+    return _needed(form, "key", "give the key of a circuit breaker", at_most=2048)
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     """Return the rate and the burst of a queue; None means no limit."""
     count = number_of(form, "rate", at_most=1_000_000)
     burst = number_of(form, "burst", at_most=1_000_000)
-    period = form.get("per", "second")
-    if period not in PERIODS:
-        raise InputError("per", f"give one of {', '.join(PERIODS)}")
+    period = choice_of(form, "per", PERIODS) or "second"
     if count is None:
         if burst is not None:
             raise InputError("burst", "give a rate too")

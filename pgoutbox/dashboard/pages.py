@@ -18,7 +18,7 @@ from pgoutbox.dashboard.history import MINUTES, RANGES, percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
-from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.errors import StateError
 from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.redaction import redact_text
 
@@ -330,8 +330,6 @@ async def bulk_preview(request: Request) -> Response:
 async def bulk(request: Request) -> Response:
     """Show the progress of a bulk action."""
     found = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
-    if found is None:
-        raise MessageNotFoundError("this process has no such bulk action; see the audit for its changes")
     is_own = viewer_of(request).role == "operator"
     context = {
         "page": "messages",

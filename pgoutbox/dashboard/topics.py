@@ -109,9 +109,7 @@ def _options_of(form: inputs.Given) -> Any:  # noqa: ANN401 - the options of a m
     options: dict[str, object] = {
         name: inputs.text_of(form, name, at_most=MAX_DESTINATION_BYTES) for name in _TEXT_OPTIONS
     }
-    unit = form.get("unit", "seconds")
-    if unit not in inputs.UNIT_SECONDS:
-        raise inputs.InputError("unit", f"give one of {', '.join(inputs.UNIT_SECONDS)}")
+    unit = inputs.choice_of(form, "unit", inputs.UNIT_SECONDS) or "seconds"
     count = inputs.number_of(form, "delay", at_least=0, at_most=1_000_000)
     options["delay"] = None if count is None else timedelta(seconds=count * inputs.UNIT_SECONDS[unit])
     return options
