@@ -13,12 +13,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
 from psycopg.conninfo import make_conninfo
-from psycopg.rows import Row, RowFactory, TupleRow, tuple_row
+from psycopg.rows import Row, TupleRow
 
 _KEEPALIVE: Final = {
     "keepalives": 1,
@@ -127,7 +127,6 @@ class LentAsyncConnection(AsyncConnection[Row]):
         """Leave the connection to its owner."""
 
 
-@overload
 def connect(
     dsn: str,
     *,
@@ -135,36 +134,12 @@ def connect(
     connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
     answer_seconds: float | None,
     autocommit: bool = True,
-) -> Connection[TupleRow]: ...
-
-
-@overload
-def connect(
-    dsn: str,
-    *,
-    purpose: str,
-    connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
-    answer_seconds: float | None,
-    autocommit: bool = True,
-    row_factory: RowFactory[Row],
-) -> Connection[Row]: ...
-
-
-def connect(
-    dsn: str,
-    *,
-    purpose: str,
-    connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
-    answer_seconds: float | None,
-    autocommit: bool = True,
-    row_factory: RowFactory[Any] = tuple_row,
-) -> Connection[Any]:
+) -> Connection[TupleRow]:
     """Open a connection without prepared statements, which works through a transaction pooler too."""
     connection = Connection.connect(
         conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
         autocommit=autocommit,
         prepare_threshold=None,
-        row_factory=row_factory,
     )
     connection.answer_seconds = answer_seconds
     return connection

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, LiteralString
+from typing import Any, Final, LiteralString, cast
 
 import psycopg
 from psycopg.rows import DictRow, dict_row
@@ -77,14 +77,15 @@ def run(
 @contextlib.contextmanager
 def connected(dsn: str, settings: Settings) -> Iterator[psycopg.Connection[DictRow]]:
     """Open a connection with read-only transactions. Works through a transaction pooler and on a standby."""
-    connection = connections.connect(
+    opened = connections.connect(
         dsn,
         purpose="doctor",
         connect_timeout_seconds=settings.connect_timeout_seconds,
         answer_seconds=STATEMENT_SECONDS + ANSWER_SECONDS,
-        row_factory=dict_row,
     )
+    connection = cast("psycopg.Connection[DictRow]", opened)
     with contextlib.closing(connection):
+        connection.row_factory = dict_row
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         connection.read_only = True
         yield connection
