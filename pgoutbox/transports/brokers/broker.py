@@ -27,9 +27,11 @@ T = TypeVar("T")
 class BrokerTransport(ABC, Generic[T]):
     """A transport that hands each event to a broker once; only the retry policy repeats.
 
-    `T` is the parsed destination. `_secrets` are never part of an error's text.
+    `T` is the parsed destination, `_kind` its name, as in "topic". `_secrets` are never part of an error's text.
     """
 
+    schemes: tuple[str, ...]
+    _kind: str
     _secrets: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings) -> None:
@@ -85,9 +87,12 @@ class BrokerTransport(ABC, Generic[T]):
     def _target(self, message: Message[object], key: str | None) -> T:
         """Return the parsed destination, for an event with this key. Raises `Permanent` for an invalid one."""
 
-    @abstractmethod
     def _target_keys(self, target: T) -> Sequence[str]:
         """Return the keys of the breakers that open while the target is missing, or refuses this user."""
+        return (self._target_key(target),)
+
+    def _target_key(self, target: T) -> str:
+        return f"{self.schemes[0]}:{self._kind} {target}"
 
     @abstractmethod
     async def _publish(self, target: T, event: RenderedEvent) -> Outcome:

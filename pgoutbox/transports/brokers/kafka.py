@@ -26,7 +26,7 @@ except ImportError:
     raise MissingExtraError("the Kafka transport", "kafka") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pgoutbox.settings import KafkaSettings, Settings
 
@@ -72,6 +72,7 @@ class KafkaTransport(BrokerTransport[str]):
     """
 
     schemes: tuple[str, ...] = ("kafka",)
+    _kind: str = "topic"
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
         super().__init__(settings)
@@ -107,9 +108,6 @@ class KafkaTransport(BrokerTransport[str]):
         if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
             raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
         return topic
-
-    def _target_keys(self, target: str) -> Sequence[str]:
-        return (_topic_key(target),)
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
@@ -153,7 +151,7 @@ class KafkaTransport(BrokerTransport[str]):
         if code in (KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_RECORD):
             return Permanent(f"produce: {reason}")
         if any(code == getattr(KafkaError, name) for name in _REFUSED_TOPIC):
-            return Unavailable(f"produce: {reason}", breaker=_topic_key(topic))
+            return Unavailable(f"produce: {reason}", breaker=self._target_key(topic))
         return Transient(f"produce: {reason}")
 
 
@@ -216,10 +214,6 @@ class _Link:
         if error.code() != KafkaError._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
             self.is_refused = error.code() in (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
-
-
-def _topic_key(topic: str) -> str:
-    return f"kafka:topic {topic}"
 
 
 def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:

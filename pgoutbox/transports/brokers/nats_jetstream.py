@@ -30,7 +30,7 @@ except ImportError:
     raise MissingExtraError("the NATS transport", "nats") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pgoutbox.settings import Settings
 
@@ -66,6 +66,7 @@ class NatsTransport(BrokerTransport[str]):
     """
 
     schemes: tuple[str, ...] = ("nats",)
+    _kind: str = "subject"
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         super().__init__(settings)
@@ -108,9 +109,6 @@ class NatsTransport(BrokerTransport[str]):
             raise Permanent("destination: the subject is one of NATS itself")
         return subject
 
-    def _target_keys(self, target: str) -> Sequence[str]:
-        return (_subject_key(target),)
-
     async def _check(self) -> None:
         async with asyncio.timeout(self._seconds):
             connection = await self._connection.get()
@@ -149,12 +147,12 @@ class NatsTransport(BrokerTransport[str]):
         try:
             await connection.publish(subject, event.content, headers, self._seconds)
         except NoStreamResponseError:
-            return Unavailable(f"no stream has the subject {one_line(subject)!r}", breaker=_subject_key(subject))
+            return Unavailable(f"no stream has the subject {one_line(subject)!r}", breaker=self._target_key(subject))
         except APIError as error:
             text = f"publish: {one_line(error.description or '')} ({error.err_code})"
             return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
         except PermissionError as error:
-            return Unavailable(f"publish: {self._error_text(error)}", breaker=_subject_key(subject))
+            return Unavailable(f"publish: {self._error_text(error)}", breaker=self._target_key(subject))
         return Sent()
 
 
@@ -269,10 +267,6 @@ class _Transport(TcpTransport):
     def _refuse_plain_text(self) -> None:
         if self._needs_tls and not self._is_encrypted:
             raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
-
-
-def _subject_key(subject: str) -> str:
-    return f"nats:subject {subject}"
 
 
 def _parse_servers(urls: str) -> list[SplitResult]:

@@ -37,8 +37,6 @@ except ImportError:
     raise MissingExtraError("the Redis transport", "redis") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pgoutbox.settings import Settings
 
 __all__ = ["RedisTransport"]
@@ -71,6 +69,7 @@ class RedisTransport(BrokerTransport[str]):
     """
 
     schemes: tuple[str, ...] = ("redis",)
+    _kind: str = "stream"
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
         super().__init__(settings)
@@ -99,9 +98,6 @@ class RedisTransport(BrokerTransport[str]):
 
     def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - Redis has no keys of entries
         return parse_name(message)
-
-    def _target_keys(self, target: str) -> Sequence[str]:
-        return (_stream_key(target),)
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
         async with self._slots:
@@ -154,11 +150,11 @@ class RedisTransport(BrokerTransport[str]):
         text = f"XADD: {self._error_text(error)}"
         if isinstance(error, NoPermissionError):
             # Only the text tells a forbidden command from a forbidden stream.
-            return Unavailable(text, breaker=None if "to run the" in str(error) else _stream_key(stream))
+            return Unavailable(text, breaker=None if "to run the" in str(error) else self._target_key(stream))
         if isinstance(error, ReadOnlyError):
             return Unavailable(text)
         if str(error).startswith("WRONGTYPE"):
-            return Unavailable(text, breaker=_stream_key(stream))
+            return Unavailable(text, breaker=self._target_key(stream))
         return SendFailure(text, outage=isinstance(error, _SERVER_FAULTS))
 
 
@@ -170,10 +166,6 @@ class _Parser(_AsyncRESP2Parser):
         if line[:1] == b"*" or (line[:1] == b"$" and int(line[1:]) > MAX_ANSWER_BYTES):
             raise InvalidResponse("the answer is longer than that of any Redis")
         return line
-
-
-def _stream_key(stream: str) -> str:
-    return f"redis:stream {stream}"
 
 
 def _verify(pool: ConnectionPool, ca_file: str | None) -> bool:
