@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,10 +12,7 @@ from pydantic import BaseModel
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration, seconds_of
-from pgoutbox.enqueue.adapters import (
-    AsyncConnection,
-    SyncConnection,
-)
+from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.producer import AsyncProducer, Producer, producer_on
 from pgoutbox.enqueue.routes import Router
@@ -31,19 +27,9 @@ from pgoutbox.text import MAX_NAME_LENGTH
 from pgoutbox.topics import MessageOptions, NewMessage, Topic
 from pgoutbox.transports import Content, Transport
 
-_logger = logging.getLogger(__name__)
-
-# The names of a message in the log of a failed enqueue, besides its topic.
-_KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key", "owner")
-# What that log adds to an error of PostgreSQL.
-_NEXT_STEPS: Final[Mapping[str, str]] = {
-    "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
-    "55P03": "; another session held a table of the outbox for a second, or a lock for the caller's lock_timeout",
-}
 _FAILED: Final = ".failed"  # The end of a hook's topic; _enqueue_failure() appends it too.
 
 Result: TypeAlias = Outcome | Content | None
-R = TypeVar("R")
 M = TypeVar("M", bound=Middleware)
 F = TypeVar("F", bound="Callable[..., object]")
 ResultT = TypeVar("ResultT", bound=Result)

@@ -148,8 +148,11 @@ class _ExpectedException:
 
 class _ObservedWorker(Worker):
     def observe(self, exceptions: dict[int, BaseException]) -> None:
-        self._handlers = without_patience(self._handlers)
-        self._middlewares = (recording(exceptions), *self._middlewares)
+        self._setup = replace(
+            self._setup,
+            handlers=without_patience(self._setup.handlers),
+            middlewares=(recording(exceptions), *self._setup.middlewares),
+        )
 
 
 def without_patience(handlers: Mapping[str, Handler]) -> dict[str, Handler]:

@@ -49,34 +49,42 @@ class Worker:
         queues: Sequence[str] = ("default",),
         transports: Mapping[str, Transport] | None = None,
     ) -> None:
-        self._settings = settings if settings is not None else outbox.settings
+        settings = settings if settings is not None else outbox.settings
         if not outbox.handlers:
             raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
-        self._handlers = handlers_of(outbox, self._settings)
-        for topic in sorted(outbox.hooks.keys() - self._handlers.keys()):
+        handlers = handlers_of(outbox, settings)
+        for topic in sorted(outbox.hooks.keys() - handlers.keys()):
             raise ConfigurationError(
                 f"on_failed: topic {topic!r} has a hook and no handler in this outbox: register both in the same outbox"
             )
-        self._hooks = {topic: self._handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
-        self._middlewares = outbox.middlewares
-        self._fixed_destinations = {
-            topic.name: topic.destination for topic in outbox.topics.values() if isinstance(topic.destination, str)
-        }
-        self._defined_queues = sorted({topic.queue for topic in outbox.topics.values() if topic.queue is not None})
-        self._queues = name_all(parse_queues(queues), self._defined_queues)
-        self._is_default = self._queues == name_all(parse_queues(outbox.default_queues), self._defined_queues)
-        served = {share.name for share in self._queues}
-        own = self._handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
-        queue_of = {name: topic.queue or "default" for name, topic in outbox.topics.items()}
-        self._unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
-        self._own_topics = own - self._unserved.keys()
+        topics = outbox.topics.values()
+        defined_queues = sorted({topic.queue for topic in topics if topic.queue is not None})
+        shares = name_all(parse_queues(queues), defined_queues)
+        served = {share.name for share in shares}
+        own = handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
+        queue_of = {topic.name: topic.queue or "default" for topic in topics}
+        unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
+        RedirectRules.of(settings.redirect)
         self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
         self.telemetry: Telemetry = Telemetry(_log)
-        RedirectRules.of(self._settings.redirect)
-        self._keyring = keyring_of(self._settings.encryption_keys)
-        self._transports = transports if transports is not None else complete(outbox.transports, self._settings)
         self._stopping = asyncio.Event()
         self._run: WorkerRun | None = None
+        self._setup = Setup(
+            settings=settings,
+            telemetry=self.telemetry,
+            handlers=handlers,
+            hooks={topic: handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()},
+            middlewares=outbox.middlewares,
+            keyring=keyring_of(settings.encryption_keys),
+            transports=transports if transports is not None else complete(outbox.transports, settings),
+            fixed_destinations={t.name: t.destination for t in topics if isinstance(t.destination, str)},
+            queues=shares,
+            defined_queues=defined_queues,
+            is_default=shares == name_all(parse_queues(outbox.default_queues), defined_queues),
+            unserved=unserved,
+            own_topics=own - unserved.keys(),
+            stopping=self._stopping,
+        )
 
     async def run(self) -> None:
         """Work until `stop()`. Wait first for a server that is down, starting or full, or for the adoption of a copy.
@@ -161,30 +169,14 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[WorkerRun]:
         async with TelemetryServer(
-            self, self._settings, self.telemetry, serves=not ends_by_itself
+            self, self._setup.settings, self.telemetry, serves=not ends_by_itself
         ) as self.telemetry_server:
             run = self._run = self._new_run(ends_by_itself=ends_by_itself)
             async with run.at_work(), self.telemetry_server.at_work(run.state.store.server_time):
                 yield run
 
     def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
-        setup = Setup(
-            settings=self._settings,
-            telemetry=self.telemetry,
-            handlers=self._handlers,
-            hooks=self._hooks,
-            middlewares=self._middlewares,
-            transports=self._transports,
-            fixed_destinations=self._fixed_destinations,
-            keyring=self._keyring,
-            queues=self._queues,
-            defined_queues=self._defined_queues,
-            is_default=self._is_default,
-            unserved=self._unserved,
-            own_topics=self._own_topics,
-            stopping=self._stopping,
-        )
-        run = WorkerRun(setup, ends_by_itself=ends_by_itself)
+        run = WorkerRun(self._setup, ends_by_itself=ends_by_itself)
         # Another run of this worker may be at work, or its handlers may still hold messages in its name.
         self.name = run.state.store.worker
         return run

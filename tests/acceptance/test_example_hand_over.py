@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -120,7 +120,7 @@ def task(name: str = "send_invoice") -> dict[str, object]:
 async def run_once(example: ModuleType, dsn: str, *middlewares: Middleware) -> None:
     """Run a worker of pgoutbox until no message is due."""
     worker = Worker(example.outbox, settings=settings_for(dsn))
-    worker._middlewares = middlewares
+    worker._setup = replace(worker._setup, middlewares=middlewares)
     await worker.run_once()
 
 
