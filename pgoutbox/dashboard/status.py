@@ -41,13 +41,9 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
         "time": found.now,
         "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
         "findings": [
-            {
-                "check": finding.check,
-                "level": finding.level,
-                "code": finding.code,
+            _part(finding, "check", "level", "code", "why", "fix")
+            | {
                 "what": redact_text(finding.what, hidden),
-                "why": finding.why,
-                "fix": finding.fix,
                 "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
             }
             for finding in found.problems
@@ -55,16 +51,7 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
         "messages": {count.state: {"count": count.messages, "kind": count.kind} for count in found.states},
         "redirects": notices.redirects.as_json(),
         "is_copy": notices.is_copy,
-        "workers": [
-            {
-                "worker": worker.worker,
-                "queues": worker.queues,
-                "topics": worker.topics,
-                "in_flight": worker.in_flight,
-                "ended_at": worker.ended_at,
-            }
-            for worker in found.workers
-        ],
+        "workers": [_part(worker, "worker", "queues", "topics", "in_flight", "ended_at") for worker in found.workers],
     }
 
 
@@ -74,27 +61,24 @@ def _details(connection: Connection, now: datetime, hidden: Sequence[str]) -> di
         "failed_of_day": min(reads.count_failed_of_day(connection), reads.CAP),
         "oldest_due_seconds": _waiting_seconds(queues.oldest_due_at, now),
         "queues": [
-            {
-                "queue": queue.queue,
+            _part(queue, "queue", "paused_at", "resume_at")
+            | {
                 "due": min(queue.due, reads.QUEUE_CAP),
                 "scheduled": min(queue.scheduled, reads.QUEUE_CAP),
                 "sending": min(queue.sending + queue.lapsed, reads.QUEUE_CAP),
                 "oldest_due_seconds": _waiting_seconds(queue.next_due_at, now),
-                "paused_at": queue.paused_at,
-                "resume_at": queue.resume_at,
             }
             for queue in queues.rows
         ],
         "breakers": [
-            {
-                "key": breaker.key,
-                "opened_at": breaker.opened_at,
-                "retry_at": breaker.retry_at,
-                "last_error": redact_text(breaker.last_error, hidden),
-            }
+            _part(breaker, "key", "opened_at", "retry_at") | {"last_error": redact_text(breaker.last_error, hidden)}
             for breaker in reads.breakers(connection)
         ],
     }
+
+
+def _part(row: object, *names: str) -> dict[str, object]:
+    return {name: getattr(row, name) for name in names}
 
 
 def _waiting_seconds(due_at: datetime | None, now: datetime) -> float | None:
