@@ -1,3 +1,4 @@
+-- Finish this attempt of a transactional handler as sent. Return 0 if it does not hold its message any more.
 -- A function, so that its plan outlives the handler: sessions of handlers prepare nothing. The settings pin this plan: the
 -- first handler of a session may have forbidden indexes, and statistics may describe an empty table. It waits for a locked
 -- row: PostgreSQL sees a deadlock with the handler's own locks, and ends it.
@@ -25,6 +26,3 @@ BEGIN
     RETURN sent_count;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._complete IS
-    'Finish this attempt of a transactional handler as sent. Return 0 if it does not hold its message any more.';

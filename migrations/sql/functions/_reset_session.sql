@@ -1,3 +1,4 @@
+-- End all that a handler has left in its session: settings, locks, temporary tables, prepared statements, listening.
 -- All parts of DISCARD ALL except the cached plans, which no handler can change, and which cost more than its message.
 CREATE FUNCTION pgoutbox._reset_session()
 RETURNS void
@@ -14,6 +15,3 @@ BEGIN
     RESET ALL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox._reset_session IS
-    'End all that a handler has left in its session: settings, locks, temporary tables, prepared statements, listening.';
