@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pydantic import JsonValue
+
     from tests.conftest import Connect
 
 FINAL: Final = (State.SENT, State.FAILED, State.CANCELLED, State.SKIPPED)
 LATER: Final = datetime.now(UTC) + timedelta(days=1)
-CORRECTED: Final = {"corrected": True}
+CORRECTED: Final[dict[str, JsonValue]] = {"corrected": True}
 Act = Callable[[psycopg.Connection, "Scene"], object]
 
 ACTS: Final[dict[str, Act]] = {
