@@ -59,8 +59,8 @@ DURABLE = pytest.param("durable", marks=pytest.mark.slow)
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """Use two processes more than cores: many tests wait for other processes, for locks and for timeouts."""
-    return (yield) + 2
+    """Use three processes more than cores: many tests wait for other processes, for locks and for timeouts."""
+    return (yield) + 3
 
 
 def pytest_collection_finish() -> None:
