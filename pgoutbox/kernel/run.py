@@ -762,7 +762,8 @@ class Run(Generic[E]):
             lasts[number] = Place(same[-1][_AVAILABLE_AT], same[-1][_ID], key)
         places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _ORDERED}
         lasts |= {places[row[_QUEUE]]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
-        # If the claim was filled, the last lane with rows may have more, and those behind it were not read.
+        # If the claim was filled, the last lane with rows may have more, and those behind it were not read. One that
+        # looks unfilled may have missed a message that changed meanwhile: the act that changed it wakes the workers.
         self._is_backlogged = is_filled = len(trip.claimed) >= trip.room
         end = max(lasts, default=0) if is_filled else len(lanes)
         read = {lane.queue for lane in lanes}

@@ -1,0 +1,65 @@
+"""Messages that change while a claim reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, LiteralString
+
+import pytest
+
+from pgoutbox import Context, Message, Outbox, Worker
+from pgoutbox.operations import Operator
+from tests.support.outbox_actions import enqueue, running, settings_for
+from tests.support.roles import login
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from tests.conftest import Connect
+
+# A worker's statement has its snapshot when it reads its first row, and locks no row before that.
+STOP_READS: Final[LiteralString] = """
+    CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
+    BEGIN
+        PERFORM pg_advisory_xact_lock_shared(1);
+        RETURN true;
+    END
+    $$;
+    ALTER TABLE pgoutbox.message_live ENABLE ROW LEVEL SECURITY;
+    CREATE POLICY stop ON pgoutbox.message_live USING (public.may_read())
+"""
+CLAIM_WAITS: Final = """
+    SELECT FROM pg_stat_activity
+    WHERE datname = current_database() AND wait_event = 'advisory' AND application_name LIKE 'pgoutbox claim%'
+"""
+ACTS: Final[dict[str, Callable[[Operator, int], Any]]] = {
+    "corrected": lambda operator, message_id: operator.correct(message_id, {"payload": {"n": 1}}),
+    "rescheduled": lambda operator, message_id: operator.reschedule(message_id),
+}
+
+
+@pytest.mark.parametrize("result", ACTS)
+async def test_a_backlog_goes_on_although_a_claim_misses_a_message_that_has_changed_meanwhile(
+    dsn: str, db: psycopg.Connection, connect: Connect, result: str
+) -> None:
+    """The claim gets one message less than it has asked for, which looks as if nothing else were due."""
+    delivered: list[int] = []
+    gate = connect()
+    with login(dsn, "pgoutbox_worker") as its_dsn:
+        outbox = Outbox(settings_for(its_dsn, concurrency=10, batch_size=10))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            delivered.append(message.id)
+
+        ids = [enqueue(db) for _ in range(40)]
+        db.execute(STOP_READS)
+        async with running(Worker(outbox)):
+            for _ in range(6):  # The first trips only look for lapsed attempts.
+                gate.execute("SELECT pg_advisory_xact_lock(1)")
+                await until(lambda: db.execute(CLAIM_WAITS).rowcount > 0)
+                assert str(ACTS[result](Operator(db), ids[0]).result) == result
+                gate.rollback()
+            await until(lambda: {*delivered} == {*ids})
