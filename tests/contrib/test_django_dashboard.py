@@ -47,7 +47,6 @@ TEMPLATES[0]["OPTIONS"] = {
         )
     ]
 }
-PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 STATIC_URL = "static/"
 ALLOWED_HOSTS = ["127.0.0.1"]
 DATABASES["default"]["ATOMIC_REQUESTS"] = True
@@ -164,7 +163,7 @@ def club(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         project = Project.create(directory, server.dsn_for(database), WITH_LOGIN)
         (directory / "club" / "urls.py").write_text(URLS)
         (directory / "club" / "asgi.py").write_text(ASGI)
-        manage(project, "shell", "-v0", "-c", USERS)
+        project.call("shell", "-v0", "-c", USERS)
         yield project
 
 
@@ -388,4 +387,4 @@ class ViewTest(TestCase):
 
 def test_tests_of_the_project_see_the_test_database_and_can_drop_it(club: Project) -> None:
     (club.directory / "members" / "tests.py").write_text(TESTS)
-    assert "Ran 3 tests" in manage(club, "test")
+    assert "Ran 3 tests" in club.call("test")

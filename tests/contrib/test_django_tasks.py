@@ -445,7 +445,7 @@ for name, case in list(globals().items()):
 
 
 @pytest.fixture
-async def tasks(new_project: Project) -> Project:
+def tasks(project: Project) -> Project:
     """Return a project with tasks."""
     names: dict[str, dict[str, Any]] = {
         "default": {"QUEUES": ["default", "mail"]},
@@ -453,10 +453,9 @@ async def tasks(new_project: Project) -> Project:
         "thrice": {"OPTIONS": {"MAX_ATTEMPTS": 3}},
         "once": {"OPTIONS": {"MAX_ATTEMPTS": 1}},
     }
-    new_project.set(TASKS={name: {"BACKEND": BACKEND, **given} for name, given in names.items()})
-    (new_project.directory / "members" / "tasks.py").write_text(TASKS)
-    await new_project.manage("migrate", "-v0")
-    return new_project
+    project.set(TASKS={name: {"BACKEND": BACKEND, **given} for name, given in names.items()})
+    (project.directory / "members" / "tasks.py").write_text(TASKS)
+    return project
 
 
 def notes(project: Project) -> list[str]:
@@ -555,7 +554,7 @@ async def test_migrate_to_zero_keeps_results_until_somebody_deletes_them(tasks: 
     await tasks.type("\n".join(before))
     await tasks.manage("migrate", "-v0")
     assert await tasks.run(textwrap.dedent(read)) == "gone\n"
-    await tasks.type("\n".join(before))
+    await tasks.manage("migrate", "pgoutbox", "zero")
     await tasks.manage(*last.split()[2:], "--yes")
     with psycopg.connect(tasks.dsn) as connection:
         names = connection.execute(

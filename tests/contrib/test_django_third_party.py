@@ -84,6 +84,7 @@ from .base import INSTALLED_APPS
 INSTALLED_APPS += ["django.contrib.postgres", "pgoutbox.contrib.django"]
 DATABASES = {{"default": {{"ENGINE": "django.db.backends.postgresql", **{database}}}}}
 TASKS = {{"default": {{"BACKEND": "pgoutbox.contrib.django.tasks.OutboxBackend"}}}}
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 """
 # An editor submits a page to a moderator, who approves it. Wagtail sends e-mails and enqueues tasks on the way.
 MODERATION: Final = """

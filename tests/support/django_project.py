@@ -14,6 +14,7 @@ import django
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from tests.support.forks import LIBRARIES, forks, without_settings
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -35,7 +36,17 @@ USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
 DEFAULT_FROM_EMAIL = "The club <club@example.org>"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 """
+# What a command of a project imports too, without the modules that need its settings.
+DJANGO: Final = (
+    "django.core.mail",
+    "django.core.management.commands.shell",
+    "django.db.backends.postgresql.base",
+    "django.template.defaulttags",
+    "django.test",
+    "django.views.generic",
+)
 BACKEND: Final = "pgoutbox.contrib.django.mail.EmailBackend"
 HANDLERS: Final = """
 from pgoutbox import Email, Message, SyncContext, Topic
@@ -125,27 +136,30 @@ class Project:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `manage.py` with these arguments."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
         command = [sys.executable, "-W", self.on_warning, "manage.py", *arguments]
         pipe = subprocess.PIPE
+        inherited = without_settings(os.environ)
         return subprocess.Popen(command, cwd=self.directory, env=inherited, stdout=pipe, stderr=pipe, text=True)
 
-    async def manage(self, *arguments: str, code: int = 0) -> str:
+    def call(self, *arguments: str, code: int = 0) -> str:
         """Run `manage.py` with these arguments, and return what it prints."""
-        process = self.start(*arguments)
-        out, err = await asyncio.to_thread(process.communicate, timeout=PROCESS_PATIENCE_SECONDS)
-        assert process.returncode == code, out + err
-        return out + err
+        process = forks(*LIBRARIES, *DJANGO, warning=self.on_warning)
+        done = process.run(["manage.py", *arguments], cwd=self.directory, env=without_settings(os.environ))
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    async def manage(self, *arguments: str, code: int = 0) -> str:
+        """Run `manage.py` beside the event loop, whose servers it may need."""
+        return await asyncio.to_thread(self.call, *arguments, code=code)
 
     async def type(self, script: str) -> str:
         """Type commands of the page."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
         done = await asyncio.to_thread(
             subprocess.run,
             ["bash", "-ec", script],
             cwd=self.directory,
-            env=inherited | {"PATH": path},
+            env=without_settings(os.environ) | {"PATH": path},
             capture_output=True,
             text=True,
             timeout=PROCESS_PATIENCE_SECONDS,
