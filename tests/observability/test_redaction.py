@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from pgoutbox.message import Message, Permanent, Skip
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import MessageOptions
 from pgoutbox.worker import Worker
+from tests.support.forks import run_command
 from tests.support.outbox_actions import attempts_of, row_of, settings_for
 
 if TYPE_CHECKING:
@@ -66,14 +66,7 @@ def pgoutbox(dsn: str, directory: Path, *arguments: object, app: bool = True) ->
     }
     if app:
         environment["PGOUTBOX_APP"] = "canary_app:outbox"
-    done = subprocess.run(
-        [sys.executable, "-m", "pgoutbox", *map(str, arguments)],
-        env=environment,
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command("-m", "pgoutbox", *map(str, arguments), cwd=directory, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pgoutbox import Outbox
+from tests.support.forks import run_command
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 from tests.support.worker_process import environment_with
 
@@ -56,8 +56,7 @@ def test_a_reason_of_pgoutbox_is_shown_everywhere(start_worker: StartWorker, db:
     settings = environment_with(dsn=dsn, redact="data,to,email")
     shown = {}
     for arguments in (("failures",), ("show", "1"), ("doctor",)):
-        command = [sys.executable, "-m", "pgoutbox", *arguments, "--json"]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+        done = run_command("-m", "pgoutbox", *arguments, "--json", cwd=Path.cwd(), env=settings)
         shown[arguments[0]] = done.stdout
     assert TOO_LONG in shown["show"]
     causes = [json.loads(line)["cause"] for line in shown["failures"].splitlines()]

@@ -9,12 +9,14 @@ import pty
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pgoutbox.cli.main import main
 from pgoutbox.settings import ENVIRONMENT_PREFIX
+from tests.support.forks import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,15 +68,13 @@ def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, cli_anywhere: Callable[..., D
 
 def run_process(*arguments: str, dsn: str | None = None, stdin: bytes = b"", **environment: str) -> Done:
     """Run a command in a separate process, like a script."""
-    variables = {"PGOUTBOX_DSN": dsn} if dsn is not None else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "pgoutbox", *arguments],
-        env={**os.environ, **variables, **environment},
-        input=stdin,
-        capture_output=True,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+    given = os.environ | ({"PGOUTBOX_DSN": dsn} if dsn is not None else {}) | environment
+    command = ("-m", "pgoutbox", *arguments)
+    if stdin:
+        done = subprocess.run([sys.executable, *command], env=given, input=stdin, capture_output=True, check=False)
+        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+    forked = run_command(*command, cwd=Path.cwd(), env=given)
+    return Done(forked.returncode, forked.stdout, forked.stderr)
 
 
 def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: str) -> Done:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 
+from tests.support.forks import run_command
 from tests.support.smtp_server import parsed
 
 if TYPE_CHECKING:
@@ -28,17 +27,7 @@ class Shell:
 
     async def run(self, *command: str, code: int = 0) -> str:
         """Return the command's output. If it ends with another exit code, fail with its complete output."""
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = await asyncio.to_thread(run_command, *command, cwd=ROOT, env=self.environment, merged=True)
         assert done.returncode == code, done.stdout
         return done.stdout
 
