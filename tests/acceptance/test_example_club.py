@@ -30,6 +30,7 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.testing import OutboxDriver
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
+from tests.support.forks import LIBRARIES, forks
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import settings_for
 from tests.support.pages import DOCS, ROOT, blocks_of
@@ -59,7 +60,10 @@ class Host:
         shutil.copytree(CLUB, folder, dirs_exist_ok=True)
         program = folder / ".venv" / "bin" / "pgoutbox"
         program.parent.mkdir(parents=True)
-        program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m pgoutbox "$@"\n')
+        # The test of the dashboard sends it a signal.
+        web = f'[ "$1" != web ] || exec "{sys.executable}" -m pgoutbox "$@"\n'
+        forked = forks(*LIBRARIES).script("-m", "pgoutbox")
+        program.write_text(f'#!/bin/sh\nexport PYTHONPATH="{ROOT}"\n{web}{forked}')
         program.chmod(0o700)
         self.set("PGOUTBOX_DSN", dsn)
         self.set("PGOUTBOX_SMTP_HOST", HOST)

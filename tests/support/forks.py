@@ -12,6 +12,9 @@ import gc
 import json
 import os
 import runpy
+import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,13 +46,16 @@ class Forks:
 
     def __init__(self, modules: Sequence[str], warning: str) -> None:
         """Start the process with these imported modules. Warnings have this effect, as with `-W`."""
-        self._channel, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its_end:
+        self._directory = tempfile.mkdtemp(prefix="pgoutbox-forks-")
+        self._address = f"{self._directory}/socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self._address)
+            listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-W", warning, __file__, str(its_end.fileno()), *modules],
+                [sys.executable, "-W", warning, __file__, str(listener.fileno()), *modules],
                 env=without_settings(os.environ),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[its_end.fileno()],
+                stdin=subprocess.PIPE,  # It ends with its standard input.
+                pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
         atexit.register(self._end)
@@ -61,15 +67,18 @@ class Forks:
 
         `merged` writes its errors to `stdout` too. The only variable of Python that it notices is PYTHONPATH.
         """
-        answer, its_end = socket.socketpair()
-        answer.settimeout(_PATIENCE_SECONDS)
-        with answer, _file() as out, _file() as err:
-            with its_end:
-                request = json.dumps([list(command), str(cwd), dict(env)]).encode()
-                files = [out.fileno(), (out if merged else err).fileno(), its_end.fileno()]
-                socket.send_fds(self._channel, [request], files)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
+            Path(os.devnull).open() as nothing,
+            _file() as out,
+            _file() as err,
+        ):
+            server.settimeout(_PATIENCE_SECONDS)
+            server.connect(self._address)
+            request = json.dumps([list(command), str(cwd), dict(env)]).encode()
+            socket.send_fds(server, [request], [nothing.fileno(), out.fileno(), (out if merged else err).fileno()])
             try:
-                code = int(answer.recv(_SIZE))
+                code = int(server.recv(_SIZE))
             except TimeoutError:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 forks.cache_clear()
@@ -78,9 +87,16 @@ class Forks:
             err.seek(0)
             return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
+    def script(self, *command: str) -> str:
+        """Return the line of a shell script that runs `python` with these arguments and those of the script."""
+        client = Path(__file__).with_name("fork_client.py")
+        return f'exec {shlex.join([sys.executable, "-IS", str(client), self._address, *command])} "$@"\n'
+
     def _end(self) -> None:
-        self._channel.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait()
+        shutil.rmtree(self._directory)
 
 
 def _file() -> IO[str]:
@@ -105,31 +121,31 @@ def without_settings(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if not name.startswith(("PGOUTBOX_", "DJANGO_"))}
 
 
-def _serve(channel: socket.socket) -> tuple[list[str], list[str]]:
+def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
     """Fork for each request. Return in the forked process, with its arguments and its path."""
     while True:
-        request, files, _, _ = socket.recv_fds(channel, _SIZE, 3)
-        if not request:
-            channel.close()
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            listener.close()
             sys.exit()
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if os.fork():
-            for file in files:
-                os.close(file)
-            continue
-        channel.close()
-        *outputs, number = files
-        answer = socket.socket(fileno=number)
-        if child := os.fork():  # The other commands do not wait for this one.
-            _, status = os.waitpid(child, 0)
-            answer.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            os._exit(0)
-        answer.close()
-        for number, file in zip((1, 2), outputs, strict=True):
-            os.dup2(file, number)
-            os.close(file)
+        client, _ = listener.accept()
+        with client:
+            if os.fork():
+                continue
+            listener.close()
+            request, streams, _, _ = socket.recv_fds(client, _SIZE, 3)
+            if child := os.fork():  # The other commands do not wait for this one.
+                for stream in streams:
+                    os.close(stream)
+                _, status = os.waitpid(child, 0)
+                client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                os._exit(0)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
         command, directory, variables = json.loads(request)
         os.chdir(directory)
         os.environ.clear()
