@@ -435,10 +435,14 @@ class Settings(_Group, BaseSettings):
         """Ignore unknown variables, also in groups: they cause a warning, not an error."""
         known = {variable_of(path).lower() for path in fields_of(settings_cls)}
         sources = (env_settings, dotenv_settings, NestedSecretsSettingsSource(file_secret_settings))
+        found = [init_settings]
         for source in sources:
             if isinstance(source, EnvSettingsSource):
                 source.env_vars = {name: text for name, text in source.env_vars.items() if name in known}
-        return init_settings, *sources
+                if not source.env_vars:  # It would look for each field in vain.
+                    continue
+            found.append(source)
+        return tuple(found)
 
     @field_validator("redact")
     @classmethod
