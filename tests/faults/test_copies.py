@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -18,6 +17,7 @@ import psycopg
 import pytest
 
 from tests.support.command_line import Done
+from tests.support.forks import run_command
 from tests.support.outbox_actions import enqueue, row_of
 from tests.support.pages import DOCS, blocks_of
 from tests.support.pooler import pooled
@@ -28,7 +28,6 @@ from tests.support.worker_process import WorkerProcess, environment_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
     from tests.conftest import Server
 
@@ -70,15 +69,10 @@ def mailing(inbox: Inbox, **settings: str) -> dict[str, str]:
 
 async def run(dsn: str, *arguments: str, **settings: str) -> Done:
     """Run a command beside the mail server of this event loop."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pgoutbox", *arguments),
-        env=environment_with(dsn=dsn, **settings),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return Done(process.returncode or 0, out.decode(), err.decode())
+    command = ("-m", "pgoutbox", *arguments)
+    environment = environment_with(dsn=dsn, **settings)
+    done = await asyncio.to_thread(run_command, *command, cwd=Path.cwd(), env=environment)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 async def run_once(dsn: str, inbox: Inbox, **settings: str) -> Done:
