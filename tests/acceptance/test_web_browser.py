@@ -23,7 +23,7 @@ from pgoutbox.operations import Operator
 from tests.support import topics_app
 from tests.support.messages import CLAIM_ALL, put
 from tests.support.waiting import wait_until
-from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, HostServers, web_settings
 from tools import screenshots
 
 if TYPE_CHECKING:
@@ -107,18 +107,25 @@ class Site:
         return str(state)
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[HostServers]:
+    with ExitStack() as opened:
+        yield HostServers(opened)
+
+
 @pytest.fixture
-def site(dsn: str, browser: Browser) -> Iterator[Site]:
+def site(dsn: str, browser: Browser, hosts: HostServers) -> Iterator[Site]:
     """Serve a dashboard over a new database."""
-    yield from open_site(dsn, browser)
+    yield from open_site(dsn, browser, hosts)
 
 
-def open_site(dsn: str, browser: Browser, outbox: Outbox | None = None) -> Iterator[Site]:
+def open_site(dsn: str, browser: Browser, hosts: HostServers, outbox: Outbox | None = None) -> Iterator[Site]:
     """Serve a dashboard. Problems that the browser reported fail the test at its end."""
     with ExitStack() as stack:
         settings = web_settings(dsn=dsn)
         app = create_app(outbox or settings, settings=settings, access=Access.from_settings(settings))
-        url = stack.enter_context(serving(app, settings))
+        stack.callback(app.state.dashboard.close)
+        url = stack.enter_context(hosts.serving(app))
         db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
         visits = stack.enter_context(ExitStack())
         opened = Site(url, db, browser, visits, Watch(urlsplit(url).netloc), app.state.dashboard)
@@ -127,9 +134,9 @@ def open_site(dsn: str, browser: Browser, outbox: Outbox | None = None) -> Itera
 
 
 @pytest.fixture
-def site_with_topics(dsn: str, browser: Browser) -> Iterator[Site]:
+def site_with_topics(dsn: str, browser: Browser, hosts: HostServers) -> Iterator[Site]:
     """Serve a dashboard that knows the topics of an application."""
-    yield from open_site(dsn, browser, topics_app.outbox)
+    yield from open_site(dsn, browser, hosts, topics_app.outbox)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +150,9 @@ def shop_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[s
 
 
 @pytest.fixture
-def shop(shop_dsn: str, browser: Browser) -> Iterator[Site]:
+def shop(shop_dsn: str, browser: Browser, hosts: HostServers) -> Iterator[Site]:
     """Serve a dashboard over it."""
-    yield from open_site(shop_dsn, browser)
+    yield from open_site(shop_dsn, browser, hosts)
 
 
 # --- accessibility ----------------------------------------------------------------------------------------------------

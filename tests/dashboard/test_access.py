@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import httpx
 import pytest
@@ -23,6 +23,7 @@ from tests.support.web_server import (
     OPERATOR_TOKEN,
     PAGE,
     VIEWER_TOKEN,
+    HostServers,
     Pages,
     RawConnection,
     serving,
@@ -85,16 +86,33 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def open_site(stack: ExitStack, access: Access, settings: Settings | None = None, *, root: str = "") -> Site:
-    pages = Pages()
-    url = stack.enter_context(serving(pages.app(access, root=root), settings))
-    # Closed in reverse order: the clients first, and the streams with them.
-    return Site(url, access, pages, stack)
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[HostServers]:
+    with ExitStack() as opened:
+        yield HostServers(opened)
+
+
+class OpenSite(Protocol):
+    """Serve an application of its own behind `access`. A server of its own has these settings."""
+
+    def __call__(self, access: Access, settings: Settings | None = None, *, root: str = "") -> Site: ...
 
 
 @pytest.fixture
-def site(stack: ExitStack) -> Site:
-    return open_site(stack, Access.from_settings(web_settings()))
+def open_site(stack: ExitStack, hosts: HostServers) -> OpenSite:
+    def open_one(access: Access, settings: Settings | None = None, *, root: str = "") -> Site:
+        pages = Pages()
+        app = pages.app(access, root=root)
+        url = stack.enter_context(hosts.serving(app) if settings is None else serving(app, settings))
+        # Closed in reverse order: the clients first, and the streams with them.
+        return Site(url, access, pages, stack)
+
+    return open_one
+
+
+@pytest.fixture
+def site(open_site: OpenSite) -> Site:
+    return open_site(Access.from_settings(web_settings()))
 
 
 def post_sign_in(client: httpx.Client, token: str, **fields: str) -> httpx.Response:
@@ -206,9 +224,9 @@ def test_an_operator_can_act_by_form_by_header_and_by_script(site: Site) -> None
     assert by_script.text == "reason=script"
 
 
-def test_a_password_signs_its_user_in(stack: ExitStack) -> None:
+def test_a_password_signs_its_user_in(open_site: OpenSite) -> None:
     settings = web_settings(web_viewer_tokens=f"vera:{PASSWORD_HASH}")
-    site = open_site(stack, Access.from_settings(settings))
+    site = open_site(Access.from_settings(settings))
     client = site.client()
     assert 'name="name"' in client.get("/login").text
     assert post_sign_in(client, PASSWORD, name="ada").status_code == 401
@@ -251,8 +269,8 @@ def test_elsewhere_the_cookie_requires_https_and_this_host(site: Site, headers: 
     assert set(attributes.split("; ")[1:]) == {"Path=/", "HttpOnly", "SameSite=strict", "Secure"}
 
 
-def test_a_mounted_dashboard_keeps_its_cookie_and_its_paths_below_its_prefix(stack: ExitStack) -> None:
-    site = open_site(stack, Access.from_settings(web_settings()), root="/ops/outbox")
+def test_a_mounted_dashboard_keeps_its_cookie_and_its_paths_below_its_prefix(open_site: OpenSite) -> None:
+    site = open_site(Access.from_settings(web_settings()), root="/ops/outbox")
     client = site.client(headers=AS_BROWSER)
     assert client.get("/ops/outbox/failed").headers["location"] == "/ops/outbox/login?next=/failed"
     headers = {**OURS, "Host": "outbox.example.org"}
@@ -428,8 +446,8 @@ def test_a_form_that_is_not_utf_8_becomes_valid_text(site: Site, body: bytes, va
 # --- hosts and proxies ------------------------------------------------------------------------------------------------
 
 
-def test_on_loopback_other_host_names_are_refused(stack: ExitStack) -> None:
-    site = open_site(stack, Access.from_settings(web_settings(), hosts=LOOPBACK_NAMES))
+def test_on_loopback_other_host_names_are_refused(open_site: OpenSite) -> None:
+    site = open_site(Access.from_settings(web_settings(), hosts=LOOPBACK_NAMES))
     client = site.client(headers=bearer(OPERATOR_TOKEN))
     port = site.url.rpartition(":")[2]
     for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}"):
@@ -450,9 +468,9 @@ def test_on_loopback_other_host_names_are_refused(stack: ExitStack) -> None:
     assert client.get("/healthz", headers={"Host": "10.1.2.3"}).status_code == 200
 
 
-def test_host_names_in_the_settings_are_answered(stack: ExitStack) -> None:
+def test_host_names_in_the_settings_are_answered(open_site: OpenSite) -> None:
     settings = web_settings(web_hosts="outbox.example.org, Other.example.org")
-    client = open_site(stack, Access.from_settings(settings)).client(headers=bearer(OPERATOR_TOKEN))
+    client = open_site(Access.from_settings(settings)).client(headers=bearer(OPERATOR_TOKEN))
     statuses = [
         client.get("/", headers={"Host": host}).status_code
         for host in ("outbox.example.org", "other.example.org:443", "127.0.0.1")
@@ -460,12 +478,12 @@ def test_host_names_in_the_settings_are_answered(stack: ExitStack) -> None:
     assert statuses == [200, 200, 400]
 
 
-def test_forwarded_addresses_are_ignored_without_a_trusted_proxy(stack: ExitStack) -> None:
+def test_forwarded_addresses_are_ignored_without_a_trusted_proxy(open_site: OpenSite) -> None:
     headers = {**bearer(OPERATOR_TOKEN), "X-Forwarded-For": "198.51.100.7", "X-Forwarded-Proto": "https"}
     origins = []
     for proxies in (None, "192.0.2.0/24", "127.0.0.0/8"):
         settings = web_settings(web_trusted_proxies=proxies)
-        site = open_site(stack, Access.from_settings(settings), settings)
+        site = open_site(Access.from_settings(settings), settings)
         origins.append(site.client().get("/", headers=headers).json()["origin"])
     assert origins == ["web 127.0.0.1", "web 127.0.0.1", "web 198.51.100.7"]
 
@@ -508,9 +526,9 @@ def test_successful_sign_ins_do_not_count_for_others(site: Site, monkeypatch: py
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
 
 
-def test_guessing_from_many_addresses_is_limited_in_total(stack: ExitStack) -> None:
+def test_guessing_from_many_addresses_is_limited_in_total(open_site: OpenSite) -> None:
     settings = web_settings(web_trusted_proxies="127.0.0.1")
-    site = open_site(stack, Access.from_settings(settings), settings)
+    site = open_site(Access.from_settings(settings), settings)
     client = site.client()
 
     def guess(number: int) -> int:
@@ -522,9 +540,9 @@ def test_guessing_from_many_addresses_is_limited_in_total(stack: ExitStack) -> N
     assert 429 in answers
 
 
-def test_guesses_from_elsewhere_do_not_lock_out_an_address_that_has_signed_in(stack: ExitStack) -> None:
+def test_guesses_from_elsewhere_do_not_lock_out_an_address_that_has_signed_in(open_site: OpenSite) -> None:
     settings = web_settings(web_trusted_proxies="127.0.0.1", web_viewer_tokens=f"vera:{PASSWORD_HASH}")
-    site = open_site(stack, Access.from_settings(settings), settings)
+    site = open_site(Access.from_settings(settings), settings)
     client = site.client()
 
     def sign_in(address: str, password: str) -> int:
@@ -718,9 +736,9 @@ def test_invalid_http_is_refused_with_our_headers(site: Site, sent: bytes) -> No
     assert "server:" not in answer
 
 
-def test_connections_above_the_limit_are_refused_with_our_headers(stack: ExitStack) -> None:
+def test_connections_above_the_limit_are_refused_with_our_headers(open_site: OpenSite) -> None:
     settings = web_settings(web_connections=2)
-    site = open_site(stack, Access.from_settings(settings), settings)
+    site = open_site(Access.from_settings(settings), settings)
     live = [site.raw(), site.raw()]
     for raw in live:
         raw.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
@@ -734,9 +752,9 @@ def test_connections_above_the_limit_are_refused_with_our_headers(stack: ExitSta
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: loc"], ids=["nothing", "half a head"])
-def test_slow_clients_never_keep_a_probe_out(stack: ExitStack, sent: bytes) -> None:
+def test_slow_clients_never_keep_a_probe_out(open_site: OpenSite, sent: bytes) -> None:
     settings = web_settings(web_connections=4)
-    site = open_site(stack, Access.from_settings(settings), settings)
+    site = open_site(Access.from_settings(settings), settings)
     live = site.raw()
     live.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
     live.read_until(b"data: first\n\n")
@@ -749,9 +767,9 @@ def test_slow_clients_never_keep_a_probe_out(stack: ExitStack, sent: bytes) -> N
     live.read_until(b"data: second\n\n")
 
 
-def test_a_connection_that_has_had_its_answer_makes_room_too(stack: ExitStack) -> None:
+def test_a_connection_that_has_had_its_answer_makes_room_too(open_site: OpenSite) -> None:
     settings = web_settings(web_connections=2)
-    site = open_site(stack, Access.from_settings(settings), settings)
+    site = open_site(Access.from_settings(settings), settings)
     kept, other = site.raw(), site.raw()
     for raw in (kept, other):
         raw.send(head_of(site, method="GET", path="/healthz"))
@@ -783,9 +801,9 @@ async def by_header_later(request: Request) -> Viewer | None:
 
 @pytest.mark.parametrize("authenticate", [by_header, by_header_later])
 def test_a_host_application_authenticates_users_and_forms_are_still_checked(
-    stack: ExitStack, authenticate: Authenticate
+    open_site: OpenSite, authenticate: Authenticate
 ) -> None:
-    site = open_site(stack, Access.delegated(authenticate, load_settings()), root="/outbox")
+    site = open_site(Access.delegated(authenticate, load_settings()), root="/outbox")
     client = site.client()
     ada, vera = {"X-User": "ada", **OURS}, {"X-User": "vera", **OURS}
     assert client.get("/outbox/").status_code == 401
@@ -812,17 +830,17 @@ def test_a_host_application_authenticates_users_and_forms_are_still_checked(
 
 @pytest.mark.parametrize(("name", "role"), [("", "operator"), (" ", "viewer"), ("bob", "root"), ("bob", "")])
 def test_a_viewer_without_a_name_or_with_an_unknown_role_is_refused(
-    stack: ExitStack,
+    open_site: OpenSite,
     name: str,
     role: Any,  # noqa: ANN401 - hosts without a type checker give any role
 ) -> None:
     access = Access.delegated(lambda _: Viewer(name, role), load_settings())
-    answer = open_site(stack, access).client().get("/")
+    answer = open_site(access).client().get("/")
     assert answer.status_code == 403
     assert "the role viewer or operator" in answer.text
 
 
-def test_a_host_application_keeps_its_own_user(stack: ExitStack) -> None:
+def test_a_host_application_keeps_its_own_user(stack: ExitStack, hosts: HostServers) -> None:
     users: list[object] = []
     pages = Pages().app(Access.delegated(by_header, load_settings()))
 
@@ -831,19 +849,19 @@ def test_a_host_application_keeps_its_own_user(stack: ExitStack) -> None:
         await pages(scope, receive, send)
         users.append((scope["auth"], scope["user"], VIEWER in scope))
 
-    url = stack.enter_context(serving(host))
+    url = stack.enter_context(hosts.serving(host))
     assert httpx.get(f"{url}/", headers={"X-User": "ada"}).json()["name"] == "ada"
     assert users[-1] == ("the host's", "the host's", False)
 
 
-def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(stack: ExitStack) -> None:
-    site = open_site(stack, Access.open_to_all("viewer", load_settings()))
+def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(open_site: OpenSite) -> None:
+    site = open_site(Access.open_to_all("viewer", load_settings()))
     client = site.client()
     told = client.get("/").json()
     assert (told["name"], told["role"]) == ("anyone", "viewer")
     assert client.post("/act", data={"csrf_token": told["csrf"]}, headers=OURS).status_code == 403
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
-    operators = open_site(stack, Access.open_to_all("operator", load_settings()))
+    operators = open_site(Access.open_to_all("operator", load_settings()))
     client = operators.client()
     data = {"csrf_token": csrf_of(client)}
     assert client.post("/act", data=data, headers={"Origin": "https://evil.example"}).status_code == 403
@@ -856,13 +874,13 @@ def test_without_any_credentials_there_is_no_access() -> None:
         Access.from_settings(load_settings())
 
 
-def test_processes_with_one_secret_share_their_sessions(stack: ExitStack) -> None:
+def test_processes_with_one_secret_share_their_sessions(open_site: OpenSite) -> None:
     def port_of(site: Site) -> str:
         return site.url.rpartition(":")[2]
 
     settings = web_settings(web_secret="s" * 32)
     first, second, other = (
-        open_site(stack, Access.from_settings(one)) for one in (settings, settings, web_settings(web_secret="t" * 32))
+        open_site(Access.from_settings(one)) for one in (settings, settings, web_settings(web_secret="t" * 32))
     )
     ((_, cookie),) = first.sign_in().cookies.items()
     assert second.client(cookies={f"pgoutbox-{port_of(second)}": cookie}).get("/").status_code == 200

@@ -35,7 +35,7 @@ from tests.support.outbox_actions import state_of
 from tests.support.proxy import Moment, proxy_to
 from tests.support.roles import login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, HostServers, serving, web_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,15 +70,22 @@ class Site:
         )
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[HostServers]:
+    with ExitStack() as opened:
+        yield HostServers(opened)
+
+
 @pytest.fixture
-def open_site() -> Iterator[Callable[..., Site]]:
+def open_site(hosts: HostServers) -> Iterator[Callable[..., Site]]:
     """Serve a dashboard until the end of the test."""
     with ExitStack() as stack:
 
         def open_one(dsn: str, outbox: Outbox | None = None, **given: object) -> Site:
             settings = web_settings(dsn=dsn, **given)
             app = create_app(outbox or settings, settings=settings)
-            url = stack.enter_context(serving(app, settings))
+            stack.callback(app.state.dashboard.close)
+            url = stack.enter_context(hosts.serving(app))
             return Site(url, app.state.dashboard, stack)
 
         yield open_one

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from pgoutbox.settings import Settings
 
@@ -132,6 +132,55 @@ def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
         server.should_exit = True
         thread.join(PROCESS_PATIENCE_SECONDS)
         assert not thread.is_alive()
+
+
+class HostServers:
+    """Servers with the default settings that tests use one after the other, each test with an application of its own.
+
+    Their start and stop take longer than most tests. An application keeps its server until its last request has ended.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._idle: list[tuple[_Host, str]] = []
+
+    @contextlib.contextmanager
+    def serving(self, app: ASGIApp) -> Iterator[str]:
+        """Serve the application on a server that serves no other one, and return its URL."""
+        if not self._idle:
+            started = _Host()
+            self._idle.append((started, self._stack.enter_context(serving(started))))
+        host, url = self._idle.pop()
+        host.app = app
+        yield url
+        host.wait_for_requests()
+        self._idle.append((host, url))
+
+
+class _Host:
+    """An application that passes requests on to another one, and counts those that run."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = Starlette()
+        self._running = 0
+        self._ended = threading.Condition()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        with self._ended:
+            self._running += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            with self._ended:
+                self._running -= 1
+                self._ended.notify_all()
+
+    def wait_for_requests(self) -> None:
+        with self._ended:
+            assert self._ended.wait_for(lambda: not self._running, PROCESS_PATIENCE_SECONDS), "a request has no end"
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
