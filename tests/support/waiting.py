@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 
 PROCESS_PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.01
+_LONGEST_PAUSE_SECONDS: Final = 0.05
 
 T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: Callable[[], str]) -> T:
     """Return the condition's value once it is true. Fail with the text of `what` if that never happens."""
-    deadline = time.monotonic() + PROCESS_PATIENCE_SECONDS
+    began_at = time.monotonic()
     while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {PROCESS_PATIENCE_SECONDS:g} s: {what()}"
-        time.sleep(_PAUSE_SECONDS)
+        waited_seconds = time.monotonic() - began_at
+        assert waited_seconds < PROCESS_PATIENCE_SECONDS, f"not within {PROCESS_PATIENCE_SECONDS:g} s: {what()}"
+        # Conditions ask the database or read a log, which costs more than most of what they wait for.
+        time.sleep(min(max(_PAUSE_SECONDS, waited_seconds / 20), _LONGEST_PAUSE_SECONDS))
     return answer
 
 
