@@ -141,29 +141,28 @@ def test_a_full_worker_gives_the_watch_of_a_limited_queue_back(
         hung.unlink()
 
 
+@pytest.mark.parametrize("backlog", [0, 5_000])
 def test_producers_notify_seldom_while_messages_come_fast(
-    connect: Connect, db: psycopg.Connection, start_worker: StartWorker
+    connect: Connect, db: psycopg.Connection, start_worker: StartWorker, backlog: int
 ) -> None:
     """The commits of transactions that notify wait for each other, in all databases of a server."""
-    count = 1_000
+    count = 2_000
     worker = start_worker(APPLICATION, **SETTINGS)
+    until_idle(db, worker)
     with connect(autocommit=True) as listener, connect(autocommit=True) as producer:
         told: list[psycopg.Notify] = []
         listener.add_notify_handler(told.append)
         listener.execute("LISTEN pgoutbox")
-        for backlog in (0, 5_000):
-            until_idle(db, worker)
-            told.clear()
-            producer.execute("SELECT pgoutbox.enqueue('a', 'null') FROM generate_series(1, %s)", [backlog])
-            ids = [enqueue(producer) for _ in range(count)]
-            until_sent(db, ids[-1], worker)
-            until_idle(db, worker)
-            listener.execute("SELECT 1")
-            assert len(told) <= count / 2
-            told.clear()
-            until_sent(db, enqueue(db), worker)
-            listener.execute("SELECT 1")
-            assert len(told) == 1
+        producer.execute("SELECT pgoutbox.enqueue('a', 'null') FROM generate_series(1, %s)", [backlog])
+        ids = [enqueue(producer) for _ in range(count)]
+        until_sent(db, ids[-1], worker)
+        until_idle(db, worker)
+        listener.execute("SELECT 1")
+        assert len(told) <= count / 2
+        told.clear()
+        until_sent(db, enqueue(db), worker)
+        listener.execute("SELECT 1")
+        assert len(told) == 1
 
 
 def test_a_worker_polls_while_a_transaction_keeps_its_lock_from_it(
