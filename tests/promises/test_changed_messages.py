@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, LiteralString
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pgoutbox import Context, Message, Outbox, Worker
 from pgoutbox.operations import Operator
+from tests.support import races
 from tests.support.outbox_actions import enqueue, running, settings_for
 from tests.support.roles import login
 from tests.support.waiting import until
@@ -19,17 +20,6 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
-# A worker's statement has its snapshot when it reads its first row, and locks no row before that.
-STOP_READS: Final[LiteralString] = """
-    CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
-    BEGIN
-        PERFORM pg_advisory_xact_lock_shared(1);
-        RETURN true;
-    END
-    $$;
-    ALTER TABLE pgoutbox.message_live ENABLE ROW LEVEL SECURITY;
-    CREATE POLICY stop ON pgoutbox.message_live USING (public.may_read())
-"""
 CLAIM_WAITS: Final = """
     SELECT FROM pg_stat_activity
     WHERE datname = current_database() AND wait_event = 'advisory' AND application_name LIKE 'pgoutbox claim%'
@@ -55,7 +45,7 @@ async def test_a_backlog_goes_on_although_a_claim_misses_a_message_that_has_chan
             delivered.append(message.id)
 
         ids = [enqueue(db) for _ in range(40)]
-        db.execute(STOP_READS)
+        races.stop_reads(db, "message_live")
         async with running(Worker(outbox)):
             for _ in range(6):  # The first trips only look for lapsed attempts.
                 gate.execute("SELECT pg_advisory_xact_lock(1)")

@@ -84,6 +84,40 @@ async def test_a_late_outcome_of_an_old_attempt_changes_nothing(
     assert {own[row.id]: row.state for row in rows_of(db, *own)} == kept
 
 
+async def test_a_late_completion_of_a_transactional_handler_changes_nothing(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("CREATE TABLE effect (message_id bigint)")
+    outbox = Outbox(settings_for(dsn, concurrency=len(CHANGES)))
+    begun: set[int] = set()
+    may_end = asyncio.Event()
+
+    @outbox.handler("greet", transactional=True)
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute("INSERT INTO effect VALUES (%s)", [message.id])
+        begun.add(message.id)
+        await may_end.wait()
+
+    ids = {change: enqueue(db, coalesce_key=change) for change in CHANGES}
+    own = ids["unchanged"]
+
+    def stale() -> list[tuple[object, ...]]:
+        return db.execute("SELECT * FROM pgoutbox.message WHERE id <> %s ORDER BY id", [own]).fetchall()
+
+    def has_ended() -> bool:
+        attempts = "SELECT FROM pg_stat_activity WHERE application_name LIKE 'pgoutbox attempt %'"
+        return db.execute(attempts + " AND datname = current_database()").rowcount == 0
+
+    async with running(Worker(outbox)):
+        await until(lambda: begun == {*ids.values()})
+        for change, message_id in ids.items():
+            db.execute(f"UPDATE pgoutbox.message SET {CHANGES[change]} WHERE id = %s".encode(), [message_id])
+        before = stale()
+        may_end.set()
+        await until(has_ended)
+        assert stale() == before
+    assert db.execute("SELECT * FROM effect").fetchall() == [(own,)]
+    assert [row.state for row in rows_of(db, own)] == ["sent"]
+
+
 @DELETES
 async def test_an_attempt_that_a_failover_lost_does_not_touch_the_new_message_with_its_id(
     dsn: str, db: psycopg.Connection, deletes: bool

@@ -71,7 +71,7 @@ _numbers = count(1)
 
 @dataclass(slots=True)
 class Scene:
-    """One message with both kinds of key, in its own topic and queue, and what has happened since."""
+    """One message with both kinds of key, in its own topic and queue, and its history so far."""
 
     dsn: str
     name: str = field(default_factory=lambda: f"scene.{next(_numbers)}")
@@ -213,7 +213,7 @@ class Stage:
             self.other.rollback()
 
     async def finish(self, scene: Scene) -> None:
-        """End the lease of an attempt that nobody can finish, and deliver what is owed."""
+        """End the lease of an attempt that nobody can finish, and deliver the owed messages."""
         for message_id in scene.enqueued:
             lapse(self.db, message_id)
         make_due(self.db, *scene.enqueued)
@@ -222,7 +222,7 @@ class Stage:
 
 
 def broken_answers(scene: Scene, act: str, state: str | None) -> list[str]:
-    """Return what contradicts the answer of the act, before anything else has happened to its message."""
+    """Return the contradictions to the answer of the act, before any other act on its message."""
     since = [payload for i, _, payload in scene.tries[scene.tried_before :] if i == scene.message_id]
     match act, scene.answer and str(scene.answer.result):
         case "cancel", "cancelled" if since or state != "cancelled":
@@ -240,7 +240,7 @@ def broken_answers(scene: Scene, act: str, state: str | None) -> list[str]:
 
 
 def broken_rules(db: psycopg.Connection, scene: Scene, act: str) -> list[str]:
-    """Return what is wrong after every owed message has been delivered."""
+    """Return the broken rules after every owed message has been delivered."""
     rows = {row.id: row for row in rows_of(db, *scene.enqueued)}
     in_topic = {i for (i,) in db.execute("SELECT id FROM pgoutbox.message WHERE topic = %s", [scene.name])}
     problems = [str(violation) for violation in violations(db)]

@@ -113,7 +113,7 @@ def test_an_idle_worker_misses_no_commit(
         message_id = enqueue(producer)
         if choice.random() < 0.2:  # Some were open while it went to sleep.
             until_sent(db, enqueue(db), worker)
-        time.sleep(choice.uniform(0, 0.01))
+        time.sleep(choice.uniform(0, 0.01))  # Commit at any moment of the worker's way to sleep.
         producer.commit()
         until_sent(db, message_id, worker)
 

@@ -195,7 +195,7 @@ class Proxy:
             self._hold = None
 
     def hold_of(self, session: _Session) -> _Hold | None:
-        """Return what holds this session's transactions open."""
+        """Return the hold on this session's transactions."""
         return self._hold if self._hold is not None and session.application == self._hold.application else None
 
     def slip_in(self, application: str, statement: str) -> int:

@@ -18,6 +18,25 @@ if TYPE_CHECKING:
     import psycopg
 
 
+def stop_reads(db: psycopg.Connection, table: LiteralString) -> None:
+    """Stop statements of workers at the first row of this table, while a session has the exclusive advisory lock 1.
+
+    Such a statement has its snapshot, and has not locked a row. The owner of the table is not stopped.
+    """
+    db.execute(
+        f"""
+        CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
+        BEGIN
+            PERFORM pg_advisory_xact_lock_shared(1);
+            RETURN true;
+        END
+        $$;
+        ALTER TABLE pgoutbox.{table} ENABLE ROW LEVEL SECURITY;
+        CREATE POLICY stop ON pgoutbox.{table} USING (public.may_read())
+        """
+    )
+
+
 def until_blocked(observer: psycopg.Connection, waiting: psycopg.Connection, future: Future[R]) -> None:
     """Wait until `waiting`, whose statement the future runs, waits for another session's lock.
 

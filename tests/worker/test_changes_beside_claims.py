@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STOP_READS: LiteralString = """
-CREATE FUNCTION public.may_read() RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER AS $$
-BEGIN
-    PERFORM pg_advisory_xact_lock_shared(1);
-    RETURN true;
-END
-$$;
-ALTER TABLE pgoutbox.{table} ENABLE ROW LEVEL SECURITY;
-CREATE POLICY stop ON pgoutbox.{table} USING (public.may_read())
-"""
-
 
 def holds_of(db: psycopg.Connection) -> list[str]:
     ((holds,),) = db.execute("SELECT holds FROM pgoutbox.breaker").fetchall()
@@ -54,7 +43,7 @@ def beside(connect: Connect, db: psycopg.Connection) -> Callable[..., Any]:
 
     def run(table: LiteralString, action: Callable[[psycopg.Connection], T], meanwhile: Callable[[], object]) -> T:
         gate, worker = connect(), connect(autocommit=True)
-        db.execute(STOP_READS.format(table=table))
+        races.stop_reads(db, table)
         gate.execute("SELECT pg_advisory_xact_lock(1)")
         worker.execute("SET ROLE pgoutbox_worker")
         with ThreadPoolExecutor(1) as threads:

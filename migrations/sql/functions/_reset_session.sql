@@ -1,5 +1,6 @@
 -- End all that a handler has left in its session: settings, locks, temporary tables, prepared statements, listening.
--- All parts of DISCARD ALL except the cached plans, which no handler can change, and which cost more than its message.
+-- All parts of DISCARD ALL except one: no handler can change the cached plans, and to make them again takes longer than
+-- the message. A search_path of the function would come back after RESET ALL, so all names are qualified.
 CREATE FUNCTION pgoutbox._reset_session()
 RETURNS void
 LANGUAGE plpgsql
