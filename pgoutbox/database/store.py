@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple
 
@@ -147,6 +147,8 @@ class Store:
 
     If the server has only one free connection, all of them share it, so that a worker that can claim can also finish.
     Otherwise it would hand over messages again and again without ending any of them.
+
+    `on_lost` is called whenever one of its connections is lost, maybe in another thread.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class Store:
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
+        self.on_lost: Callable[[], None] = lambda: None
         self.hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
         self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
@@ -168,7 +171,12 @@ class Store:
 
     def new_connection(self, purpose: str, *, spare: WorkerConnection | None = None) -> WorkerConnection:
         """Return a connection for statements of this worker."""
-        return WorkerConnection(self._settings.require_dsn(), self._settings, purpose=purpose, spare=spare)
+        return WorkerConnection(
+            self._settings.require_dsn(), self._settings, purpose=purpose, spare=spare, on_lost=self._note_lost
+        )
+
+    def _note_lost(self) -> None:
+        self.on_lost()
 
     async def check_server(self) -> None:
         """Raise an error for an unusable server, with the fix, and `CopyError` in a copy of the database."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, LiteralString
 
@@ -64,14 +64,23 @@ class WorkerConnection:
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
     server refuses this connection, the open connection of `spare` is used, which may belong to another thread's event
-    loop.
+    loop. `on_lost` is called after each statement that broke the connection, on the event loop of its caller.
     """
 
-    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: WorkerConnection | None = None) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        settings: Settings,
+        *,
+        purpose: str,
+        spare: WorkerConnection | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
         self._dsn = dsn
         self._settings = settings
         self._purpose = purpose
         self._spare = spare
+        self._on_lost = on_lost
         self._refused_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
@@ -101,12 +110,8 @@ class WorkerConnection:
                         await self._end_stranded(self._stranded_pid)
                     return await self._fetch_in_one_trip((statement, parameters), first)
             except BaseException as error:
-                # If the session is now read-only, the server has become a standby: reconnect.
-                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
-                if not keeps:
-                    if not self._pooled and self._stranded_pid is None:
-                        self._stranded_pid = self._pid  # Otherwise this session has only tried to end that one.
-                    await self.close()
+                if not _keeps(connection, error):
+                    await self._replace()
                 raise
 
     async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
@@ -123,11 +128,8 @@ class WorkerConnection:
                     with refusing_copies():
                         return (await self._trips.fetch_each([prepare, *steps]))[1:]
             except BaseException as error:
-                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
-                if not keeps:
-                    if not self._pooled and self._stranded_pid is None:
-                        self._stranded_pid = self._pid
-                    await self.close()
+                if not _keeps(connection, error):
+                    await self._replace()
                 raise
 
     async def fetch_from_anywhere(
@@ -200,12 +202,23 @@ class WorkerConnection:
         async with self._turn:
             await self._open()
 
+    async def _replace(self) -> None:
+        if not self._pooled and self._stranded_pid is None:
+            self._stranded_pid = self._pid  # Otherwise this session has only tried to end that one.
+        self._on_lost()
+        await self.close()
+
     async def close(self) -> None:
         """Close the connection; the next fetch opens another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 await connection.close()
+
+
+def _keeps(connection: psycopg.AsyncConnection[TupleRow], error: BaseException) -> bool:
+    """Whether the connection is still usable. If it is now read-only, the server has become a standby: reconnect."""
+    return isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
 
 
 async def open_session(

@@ -58,6 +58,14 @@ class InFlight(dict[int, "Attempt"]):
             claim.is_closed = True
         self.ended_claims = [claim for claim in self.ended_claims if not claim.is_closed]
 
+    def doubt_leases(self) -> None:
+        """Trust no lease until it is renewed: after a failover the server may not know the last renewals and claims.
+
+        Any thread may call it.
+        """
+        for attempt in list(self.values()):
+            attempt.leased_at = -math.inf
+
     def note_sent_in_vain(self, attempt: Attempt) -> None:
         """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
         self._sent_in_vain[attempt.message.id] = attempt.identity, attempt.attempt_count + 1
