@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import NamedTuple
 
 from psycopg.rows import TupleRow
 
@@ -27,7 +27,6 @@ from pgoutbox.settings import Settings
 
 _PERMIT_PAUSE_SECONDS = 0.25
 _RETENTION_SECONDS = 30.0
-_FAILURES_TOLD: Final = 50_000
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -109,33 +108,6 @@ class HeldRow(NamedTuple):
     in_lease: bool
 
 
-class BreakerRow(NamedTuple):
-    """An open breaker in the database. `retry_seconds` is not positive when it may be probed.
-
-    `opened`: this statement opened it. `probe_id`: this statement granted a probe.
-    """
-
-    retry_seconds: float
-    cooldown_seconds: float
-    last_error: str
-    opened: bool
-    probe_id: str | None
-
-
-class Trouble(NamedTuple):
-    """A problem that a report of presence finds, in the order of REPORT_WORKER.
-
-    An open breaker with its key, or late messages that no running worker claims, with their queue: because none serves
-    that queue (`queue`), or because none that serves it has a handler for these topics (`handler`).
-    """
-
-    kind: Literal["breaker", "queue", "handler"]
-    name: str
-    topics: list[str]
-    messages: int
-    seconds: float
-
-
 class Store:
     """The worker's statements, each a method. The trips of the kernel have one connection.
 
@@ -161,10 +133,10 @@ class Store:
         self.on_lost: Callable[[], None] = lambda: None
         self.hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
-        self._alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
+        self.alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
         self.claims = self.new_connection(f"{purpose} {worker[-_SHOWN_NAME_LENGTH:]}")
-        self._attempts = self.new_connection("attempt", spare=self.claims)
-        self._alerts = self.new_connection("alerts", spare=self.claims)
+        self.attempts = self.new_connection("attempt", spare=self.claims)
+        self.alerts = self.new_connection("alerts", spare=self.claims)
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -220,13 +192,13 @@ class Store:
 
     async def large_content(self, content_id: int) -> str | None:
         """Return the content of a fan-out as a JSON text; None if it is missing."""
-        rows = await self._attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
+        rows = await self.attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
         return rows[0][0] if rows else None
 
     async def large_payload(self, token: FencingToken) -> list[str]:
         """Return the payload of an attempt as a JSON text; nothing if it no longer holds its message."""
         parameters = fence([token], self.worker)
-        return [text for (text,) in await self._attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
+        return [text for (text,) in await self.attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
 
     async def pending_payloads(self, parameters: Mapping[str, object]) -> list[TupleRow]:
         """Return a sample of the pending payloads: see PENDING_PAYLOADS."""
@@ -264,168 +236,13 @@ class Store:
         (row,) = await self.claims.fetch(sql.READ_REDIRECT, {})
         return RedirectRow._make(row)
 
-    async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
-        """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
-        settings = self._settings
-        rows = await self._attempts.fetch(
-            sql.BREAKER_FAILED,
-            {
-                "key": key,
-                "trips": trips,
-                "error": error,
-                "cooldown_seconds": settings.breaker.cooldown_seconds,
-                "max_cooldown_seconds": settings.breaker.max_cooldown_seconds,
-                "worker": self.worker,
-                "alert_queue": alert_queue,
-                "alert_destinations": self._alert_destinations,
-            },
-        )
-        return BreakerRow._make(rows[0]) if rows else None
-
-    async def untold_failures(self) -> list[tuple[str, str]]:
-        """Return key and payload of each alert that failed messages call for, those of the newest messages first."""
-        rows = await self._alerts.fetch(sql.UNTOLD_FAILURES, {"cap": _FAILURES_TOLD})
-        return [(row[0], row[1]) for row in rows]
-
-    async def tell_failures(self, alerts: Sequence[tuple[str, str]], *, alert_queue: str) -> int:
-        """Enqueue these alerts. Return the number of those that nobody had enqueued before."""
-        parameters = {
-            "dedupe_keys": [key for key, _ in alerts],
-            "payloads": [payload for _, payload in alerts],
-            "alert_queue": alert_queue,
-            "alert_destinations": self._alert_destinations,
-        }
-        ((count,),) = await self._alerts.fetch(sql.TELL_FAILURES, parameters)
-        return int(count)
-
-    async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
-        """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on."""
-        rows = await self.claims.fetch(sql.FAILURES_OF_LAST_RUN, {})
-        return dict(rows[0][0]) if rows else {}
-
-    async def breaker_probe(self, key: str, *, is_early: bool) -> BreakerRow | None:
-        """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed.
-
-        It may be granted during the pause only if `is_early`.
-        """
-        rows = await self._attempts.fetch(
-            sql.BREAKER_PROBE,
-            {
-                "key": key,
-                "is_early": is_early,
-                "probe_timeout_seconds": self._settings.breaker.probe_timeout_seconds,
-                "worker": self.worker,
-            },
-        )
-        return BreakerRow._make(rows[0]) if rows else None
-
-    async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
-        """Return those of these breakers that are open."""
-        rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
-        return {row[0]: BreakerRow._make(row[1:]) for row in rows}
-
-    async def breaker_keys(self) -> set[str]:
-        """Return the keys of the open breakers."""
-        return {key for (key,) in await self.claims.fetch(sql.BREAKER_KEYS, {})}
-
-    async def breaker_close(
-        self, key: str, probe_id: str | None, *, send_seconds: float | None, alert_queue: str | None
-    ) -> float | None:
-        """Close the breaker after a successful probe, or after another send that took `send_seconds`.
-
-        Returns its open seconds, or None if the probe was given up or the last failure is newer than the send.
-        """
-        rows = await self._attempts.fetch(
-            sql.BREAKER_CLOSE_IF_NEWER,
-            {
-                "key": key,
-                "probe_id": probe_id,
-                "send_seconds": send_seconds,
-                "alert_queue": alert_queue,
-                "alert_destinations": self._alert_destinations,
-            },
-        )
-        return float(rows[0][0]) if rows else None
-
-    async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
-        """Extend the pause after a failed probe. None if the probe was given up."""
-        rows = await self._attempts.fetch(
-            sql.BREAKER_REOPEN_IF_PROBING,
-            {
-                "key": key,
-                "probe_id": probe_id,
-                "error": error,
-                "max_cooldown_seconds": self._settings.breaker.max_cooldown_seconds,
-            },
-        )
-        return BreakerRow._make(rows[0]) if rows else None
-
-    async def breaker_release(self, key: str, probe_id: str) -> None:
-        """Let another session probe."""
-        await self._attempts.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
-
-    async def breaker_free(self, key: str, probe_id: str, hold: str) -> None:
-        """Give a probe back whose message was not sent through the breaker, and let claims take those of its hold."""
-        await self._attempts.fetch(sql.BREAKER_FREE_IF_PROBING, {"key": key, "probe_id": probe_id, "hold": hold})
-
-    async def begin_maintenance_if_due(self, *, interval_seconds: float) -> TupleRow | None:
-        """Return the row of `sql.MAINTENANCE_FACTS` if this worker gets the turn. No other gets one in the interval."""
-        rows = await self.claims.fetch(
-            sql.BEGIN_MAINTENANCE_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
-        )
-        return rows[0] if rows else None
-
-    async def maintenance_succeeded(self) -> None:
-        """Record that a turn of maintenance ended without an error."""
-        await self.claims.fetch(sql.MAINTENANCE_SUCCEEDED, {})
-
     async def count_due(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many messages are due in each of these queues, at most 10,000; without queues that have none."""
         return dict(await self.claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": queues}))
 
-    async def report_worker(
-        self,
-        queues: Sequence[str],
-        *,
-        topics: Sequence[str],
-        redirect_to: str | None,
-        version: str,
-        slots: int,
-        watched: Sequence[str],
-        late_seconds: float,
-    ) -> list[Trouble]:
-        """Report that this worker serves these queues and topics, and return what an operator should know.
-
-        `watched` are the queues whose messages should be claimed by some worker. Messages are late after
-        `late_seconds`.
-        """
-        rows = await self.claims.fetch(
-            sql.REPORT_WORKER,
-            {
-                "worker": self.worker,
-                "queues": queues,
-                "topics": topics,
-                "redirect_to": redirect_to,
-                "version": version,
-                "slots": slots,
-                "watched": watched,
-                "late_seconds": late_seconds,
-            },
-        )
-        return [Trouble._make(row) for row in rows]
-
-    async def end_worker(self) -> None:
-        """Report that this worker stops."""
-        await self.claims.fetch(sql.END_WORKER, {"worker": self.worker})
-
-    async def end_run(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the end of a run, and the memory of the breakers that it has used; an empty one deletes it."""
-        memories = {key: memory or None for key, memory in failures.items()}
-        await self.claims.fetch(sql.END_RUN, {"worker": self.worker, "failures": json.dumps(memories)})
-
     async def close(self) -> None:
         """Close all connections."""
-        for connection in (self.claims, self._attempts, self._alerts):
+        for connection in (self.claims, self.attempts, self.alerts):
             await connection.close()
 
 

@@ -18,7 +18,6 @@ from psycopg.pq.abc import PGconn
 from psycopg.rows import TupleRow
 
 from pgoutbox.database.connections import LentConnection
-from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
@@ -34,7 +33,6 @@ from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.executor import AttemptExecutor
-from pgoutbox.worker.handler_sessions import HandlerSessions
 from pgoutbox.worker.kernel_run import KernelAttempts, kernel_of, refuses
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
@@ -43,7 +41,9 @@ from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
-from pgoutbox.worker.transactional import Transactions
+from pgoutbox.worker.transactional.handler_session import HandlerSession
+from pgoutbox.worker.transactional.handler_sessions import HandlerSessions
+from pgoutbox.worker.transactional.transactions import Transactions
 
 _log = logging.getLogger("pgoutbox.worker")
 

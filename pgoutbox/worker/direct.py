@@ -35,11 +35,11 @@ from pgoutbox.text import describe, one_line
 from pgoutbox.topics import Topic
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.attempt import Attempt, AttemptResult, Claim
-from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.payloads import read_json, read_payload
 from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.transactional.django_orm import DjangoConnections
 
 _log = logging.getLogger("pgoutbox.worker")
 

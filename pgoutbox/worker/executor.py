@@ -20,13 +20,13 @@ from pgoutbox.observability.tracing import Tracing
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
-from pgoutbox.worker.circuit_breakers import CircuitBreakers
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.loader import Collector
 from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
-from pgoutbox.worker.transactional import Transactions
+from pgoutbox.worker.transactional.transactions import Transactions
 
 
 class AttemptExecutor:

@@ -26,7 +26,7 @@ from pgoutbox.message import AttemptOutcome, Sent, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.attempt import AlreadyFinished, Attempt, AttemptResult
 from pgoutbox.worker.backoff import Backoff
-from pgoutbox.worker.circuit_breakers import CircuitBreakers, Grant
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers, Grant
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outcomes import Outcomes, minimal_end
 from pgoutbox.worker.run_state import RunState

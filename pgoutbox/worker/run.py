@@ -32,20 +32,20 @@ from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
 from pgoutbox.worker.attempt import ABANDONED
-from pgoutbox.worker.django_orm import DjangoConnections
+from pgoutbox.worker.beside.failure_alerts import FailureAlerts
+from pgoutbox.worker.beside.maintenance import Maintenance
+from pgoutbox.worker.beside.presence import Presence
 from pgoutbox.worker.executor import AttemptExecutor
-from pgoutbox.worker.failure_alerts import FailureAlerts
 from pgoutbox.worker.kernel_run import MANY_REFUSED, KernelAttempts, Link, kernel_of
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.listener import new_doorbell
 from pgoutbox.worker.loader import Loader
-from pgoutbox.worker.maintenance import Maintenance
 from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable, sample_parameters
 from pgoutbox.worker.pool import AttemptPool
-from pgoutbox.worker.presence import Presence
 from pgoutbox.worker.queues import QueueShare, Turns
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import own_default_threads
+from pgoutbox.worker.transactional.django_orm import DjangoConnections
 
 _OUTCOMES = (
     LogEvent.SENT,

@@ -21,7 +21,7 @@ from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import WAIT_SECONDS
 from pgoutbox.worker import Worker
-from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.beside.maintenance import Maintenance
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, lapse, reports, running, settings_for
 from tests.support.partitions import drop_partitions

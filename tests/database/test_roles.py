@@ -568,12 +568,15 @@ REFUSED: Final = {
 
 
 # The folders with the statements that a worker runs on tables, besides those of maintenance, which are functions.
-WORKER_FOLDERS: Final = ("breaker", "claim", "doorbell", "finish", "gauges", "presence")
+WORKER_FOLDERS: Final = (
+    *(f"database/sql/{name}" for name in ("claim", "doorbell", "finish", "gauges")),
+    *(f"worker/{name}" for name in ("beside", "breakers", "transactional")),
+)
 WORKER_STATEMENTS: Final = {
-    path.stem.upper(): getattr(sql, path.stem.upper())
+    path.stem.upper(): text
     for folder in WORKER_FOLDERS
-    for path in (Path(sql.__file__).parent / folder).glob("[!_]*.sql")
-    if path.stem not in ("listen", "unlisten")  # They have no plan.
+    for path in (Path(sql.__file__).parents[2] / folder).glob("[!_]*.sql")
+    if (text := getattr(sql, path.stem.upper())).startswith(("SELECT", "WITH", "INSERT", "UPDATE", "DELETE"))
 }
 KERNEL_STATEMENTS: Final = {name: text for name, text in vars(statements).items() if name.isupper()}
 

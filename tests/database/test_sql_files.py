@@ -17,7 +17,7 @@ from pgoutbox.kernel import statements
 
 PACKAGE = Path(pgoutbox.__file__).parent
 FOLDER = Path(sql.__file__).parent
-FILES = sorted(FOLDER.rglob("*.sql"))
+FILES = sorted([*FOLDER.rglob("*.sql"), *(PACKAGE / "worker").rglob("*.sql")])
 KERNEL_FOLDER = Path(statements.__file__).parent
 KERNEL_FILES = sorted(KERNEL_FOLDER.rglob("*.sql"))
 KERNEL_STATEMENTS = {name: text for name, text in vars(statements).items() if name.isupper()}
@@ -132,30 +132,36 @@ def run(program: str, path: Path) -> str:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
-    """The folder of statements as a package in a zip archive."""
+    """The statements and the module that reads them, in a zip archive."""
     path = tmp_path / "archive.zip"
     with zipfile.ZipFile(path, "w") as archive:
+        for package in ("pgoutbox", "pgoutbox/database"):
+            archive.writestr(f"{package}/__init__.py", "")
         for file in (FOLDER / "__init__.py", *FILES):
-            archive.write(file, Path("statements", file.relative_to(FOLDER)))
+            archive.write(file, file.relative_to(PACKAGE.parent))
     return path
 
 
 def test_statements_are_read_from_a_zip_archive(archive: Path) -> None:
-    assert run("import statements; print(statements.RENEW_CLAIMS)", archive) == f"{sql.RENEW_CLAIMS}\n"
+    assert (
+        run("from pgoutbox.database import sql; print(sql.RENEW_CLAIMS, sql.BREAKERS)", archive)
+        == f"{sql.RENEW_CLAIMS} {sql.BREAKERS}\n"
+    )
 
 
 def test_loaded_statements_do_not_need_their_files(archive: Path) -> None:
     program = f"""
-import os, statements
-statements.load_all()
+import os
+from pgoutbox.database import sql
+sql.load_all()
 os.remove({str(archive)!r})
-print(statements.RENEW_CLAIMS)
+print(sql.RENEW_CLAIMS, sql.BREAKERS)
 """
-    assert run(program, archive) == f"{sql.RENEW_CLAIMS}\n"
+    assert run(program, archive) == f"{sql.RENEW_CLAIMS} {sql.BREAKERS}\n"
 
 
 def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Path) -> None:
-    program = "import statements; statements.LISTEN = 'SELECT 1'; statements.load_all(); print(statements.LISTEN)"
+    program = "from pgoutbox.database import sql; sql.LISTEN = 'SELECT 1'; sql.load_all(); print(sql.LISTEN)"
     assert run(program, archive) == "SELECT 1\n"
 
 

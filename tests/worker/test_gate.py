@@ -14,8 +14,9 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import State
 from pgoutbox.transports import pass_gate
-from pgoutbox.worker import Worker, transactional
+from pgoutbox.worker import Worker
 from pgoutbox.worker.attempt import Attempt, Claim
+from pgoutbox.worker.transactional import transactions
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, lapse, row_of, running, settings_for, state_of
 from tests.support.sends import outgoing
 from tests.support.smtp_server import Inbox, accepting_server, mail_settings
@@ -179,8 +180,8 @@ async def test_a_transactional_handler_does_not_begin_if_its_message_expired_whi
         wait_until(lambda: attempt.expiring_at <= elapsed_clock(), lambda: "the message does not expire")
         return name_of(attempt)
 
-    name_of = transactional._name_of
-    monkeypatch.setattr(transactional, "_name_of", name_late)
+    name_of = transactions._name_of
+    monkeypatch.setattr(transactions, "_name_of", name_late)
     with db.transaction():
         message_id = outbox.on(db).enqueue("greet", 1, expires_at=soon()).id
     async with running(Worker(outbox)):

@@ -313,7 +313,7 @@ async def test_sent_messages_of_a_timed_out_batch_stay_sent_and_the_rest_is_retr
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     # The event loop does not run before the transport hangs, so the timeout cannot come earlier.
-    @outbox.batch_handler("index", timeout=0.05, retry=MUCH_LATER)
+    @outbox.batch_handler("index", timeout=0.5, retry=MUCH_LATER)
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
         return cast("Sequence[Outcome]", [Letter() for _ in messages])
 

@@ -18,7 +18,6 @@ import psycopg.sql
 import pytest
 
 from pgoutbox import Email, Outbox, Topic
-from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
@@ -29,6 +28,7 @@ from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import Link
+from pgoutbox.worker.transactional.handler_session import HandlerSession
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,

@@ -28,8 +28,8 @@ from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.options import check_max_attempts, check_name
 from pgoutbox.topics import Topic
-from pgoutbox.worker.django_orm import close_left
 from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
+from pgoutbox.worker.transactional.django_orm import close_left
 
 if django.VERSION >= (6, 0):
     from django.tasks import Task, TaskContext, TaskResult, TaskResultStatus, task_backends

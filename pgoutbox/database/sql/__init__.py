@@ -1,6 +1,7 @@
 """The statements of workers, producers, commands, dashboard and doctor, one in a file; without those of the kernel.
 
-`sql.REDRIVE` is the statement in `operators/redrive.sql`. It is read without its comments, at its first use or by
+`sql.REDRIVE` is the statement in `operators/redrive.sql`. Those of one capability of the worker, such as `BREAKERS`,
+are in its folder, `worker/breakers`. A statement is read without its comments, at its first use or by
 `load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
 built at run time.
 
@@ -49,7 +50,8 @@ def load_all() -> None:
 @cache
 def _files() -> dict[str, Traversable]:
     """Return all statements and fragments. A fragment's name begins with an underscore."""
-    groups = (group for group in files(__name__).iterdir() if group.is_dir())
+    folders = (files(__name__), files("pgoutbox") / "worker")
+    groups = (group for folder in folders for group in folder.iterdir() if group.is_dir())
     found = {file.name: file for group in groups for file in group.iterdir() if file.name.endswith(".sql")}
     return {name.removesuffix(".sql").upper(): found[name] for name in sorted(found)}
 

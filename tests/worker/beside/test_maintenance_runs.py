@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-import pgoutbox.worker.maintenance
+import pgoutbox.worker.beside.maintenance
 from pgoutbox.database import connections, sql
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import Operator
-from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.beside.maintenance import Maintenance
 from tests.support.messages import put
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -252,7 +252,7 @@ async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_TURN_SECONDS", 0.2)
+    monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_TURN_SECONDS", 0.2)
     holder = held_back_deletes(db, connect)
     one = member()
     with caplog.at_level(logging.WARNING, logger="pgoutbox.worker.maintenance"):
@@ -267,9 +267,9 @@ async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
 async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_BATCH", 1)
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_STOP_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
+    monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_BATCH", 1)
+    monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_STOP_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     holder = held_back_deletes(db, connect)
     one = member()
     await one.maintenance.__aenter__()
@@ -285,7 +285,7 @@ async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
 async def test_a_running_worker_takes_its_turns_and_delivers_in_parallel(
     outbox: Outbox, dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
+    monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     keep(db)
     name = add_partition(db, 40)
     put(db, State.SENT, age=40 * DAY)

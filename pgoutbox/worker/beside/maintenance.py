@@ -19,7 +19,7 @@ from typing import Final, Self
 import psycopg
 from psycopg.rows import TupleRow
 
-from pgoutbox.database import operator_connection
+from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -93,15 +93,18 @@ class Maintenance:
         """Take a turn if none is recent. Return whether it was taken. Errors are reported, not raised."""
         try:
             # A little less than the interval, so that a worker that asks once per interval gets every turn.
-            row = await self._store.begin_maintenance_if_due(interval_seconds=self._interval_seconds * _EARLY)
+            rows = await self._store.claims.fetch(
+                sql.BEGIN_MAINTENANCE_IF_DUE,
+                {"interval_seconds": self._interval_seconds * _EARLY, "worker": self._store.worker},
+            )
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             if not is_transient_error(error):  # The worker itself reports passing errors of its connection.
                 self._report_trouble(error)
             return False
-        if row is None:
+        if not rows:
             return False
         try:
-            await self._take(MaintenanceFacts.of_row(row))
+            await self._take(MaintenanceFacts.of_row(rows[0]))
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._report_trouble(error)
         return True
@@ -127,7 +130,7 @@ class Maintenance:
         if turn.errors:
             self._report_trouble(turn.errors[0])
         else:
-            await self._store.maintenance_succeeded()
+            await self._store.claims.fetch(sql.MAINTENANCE_SUCCEEDED, {})
             if self._trouble is not None:
                 self._trouble = None
                 self._telemetry.report(logging.INFO, LogEvent.MAINTENANCE_BACK, "maintenance works again")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import BreakerRow
+from pgoutbox.worker.breakers.breaker_rows import BreakerRow
 from tests.support import races
 from tests.support.messages import ADD_ATTEMPT
 from tests.support.outbox_actions import enqueue

@@ -18,8 +18,9 @@ from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, SendFailure, Sent, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.topics import ALERT_TOPIC
-from pgoutbox.worker import bulkhead, circuit_breakers, shared_breakers
-from pgoutbox.worker.circuit_breakers import CircuitBreakers
+from pgoutbox.worker.breakers import bulkhead, circuit_breakers, shared_breakers
+from pgoutbox.worker.breakers.breaker_rows import BreakerRows
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
@@ -164,22 +165,19 @@ async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the breaker queries to the database, by the name of the store's method."""
+    """Record the breaker queries to the database, by the name of their method."""
     asked: list[str] = []
 
     def note(name: str) -> None:
-        method = getattr(Store, name)
+        method = getattr(BreakerRows, name)
 
-        async def noted(self: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+        async def noted(self: BreakerRows, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
             asked.append(name)
             return await method(self, *arguments, **options)
 
-        monkeypatch.setattr(Store, name, noted)
+        monkeypatch.setattr(BreakerRows, name, noted)
 
-    for name in (
-        *("breaker_failed", "breaker_probe", "breakers", "breaker_close", "breaker_reopen", "breaker_release"),
-        "breaker_keys",
-    ):
+    for name in ("failed", "probe", "read", "close", "reopen", "release", "open_keys"):
         note(name)
     return asked
 
@@ -194,15 +192,15 @@ class Gate:
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, name: str) -> Gate:
     """Hold back the database's answer to this query until the gate opens."""
-    gate, method = Gate(), getattr(Store, name)
+    gate, method = Gate(), getattr(BreakerRows, name)
 
-    async def held(self: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def held(self: BreakerRows, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         answer = await method(self, *arguments, **options)
         gate.reached.set()
         await gate.opened.wait()
         return answer
 
-    monkeypatch.setattr(Store, name, held)
+    monkeypatch.setattr(BreakerRows, name, held)
     return gate
 
 
@@ -519,7 +517,7 @@ async def test_a_failure_after_the_opening_queries_nothing(member: Callable[...,
         await until(lambda: one.breakers.open_count)
         one.at[KEY].end(2, DEAD)
         assert isinstance(await second, Snooze)
-    assert asked == ["breaker_failed"]
+    assert asked == ["failed"]
 
 
 async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
@@ -535,7 +533,7 @@ async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
     outcome = failing.result()
     assert isinstance(outcome, Snooze)
     assert HOUR - 60 <= outcome.delay_seconds <= HOUR + PAUSE_SECONDS
-    assert asked == ["breaker_failed"] * 2
+    assert asked == ["failed"] * 2
     assert one.count_of(LogEvent.BREAKER_OPENED) == 0  # Another worker opened it.
 
 
@@ -563,7 +561,7 @@ async def test_sends_that_succeed_ask_once_a_minute_for_open_breakers(
     clock.now += 61
     assert await one.send(1) is SENT
     await one.breakers.close()
-    assert asked == ["breaker_keys"] * 2
+    assert asked == ["open_keys"] * 2
 
 
 @pytest.mark.parametrize("attempt_count", [1, 2])
@@ -650,11 +648,11 @@ async def test_a_message_beside_another_workers_probe_returns_after_a_tenth_of_t
         delays.append(outcome.delay_seconds)
     assert pause_seconds * 0.99 <= min(delays) < max(delays) <= 2 * pause_seconds
     assert one.at[KEY].received == [0]
-    assert asked.count("breaker_probe") == 0
+    assert asked.count("probe") == 0
     clock.now += pause_seconds
     for number in range(5):
         assert isinstance(await one.send(number), Snooze)
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
     assert one.at[KEY].received == [0]
 
 
@@ -681,7 +679,7 @@ async def test_a_failed_probe_makes_its_process_wait_for_the_longer_pause(
     held = await one.send(3)
     assert isinstance(held, Snooze)
     assert 2 * COOLDOWN_SECONDS - 1 <= held.delay_seconds <= 2 * COOLDOWN_SECONDS + 2 * PAUSE_SECONDS
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
 
 
 # --- probe ------------------------------------------------------------------------------------------------------------
@@ -712,10 +710,10 @@ async def test_a_successful_probe_lets_all_messages_through_before_the_row_is_de
     await opened(one, db)
     let_probe(db, clock)
     one.at[KEY].answer = SENT
-    gate = hold_back(monkeypatch, "breaker_close")
+    gate = hold_back(monkeypatch, "close")
     assert await one.send(2) is SENT
     assert await one.send(3) is SENT
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
     gate.opened.set()
     await one.breakers.close()
     assert not is_open(db)
@@ -758,7 +756,7 @@ async def test_a_probe_that_times_out_has_failed_unless_the_worker_stops(
             one.breakers.stop()
         probe.cancel()
     assert isinstance(await one.send(3), Snooze)  # This does not depend on the state in the database.
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
     await one.breakers.close()
     assert row_of(db) == (cooldown_seconds, False)
 
@@ -784,7 +782,7 @@ async def test_without_an_answer_of_the_database_this_process_does_not_probe(
     for number in (3, 4):
         assert isinstance(await one.send(number), Snooze)
     assert one.at[KEY].received == received
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
 
 
 async def test_a_probe_holder_that_sent_nothing_does_not_end_another_workers_probe(
@@ -827,7 +825,7 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_changes_a_break
     assert isinstance(await one.send(7, topic=ALERT_TOPIC), Unavailable), "an alert must not use up an attempt"
     await one.breakers.close()
     assert is_open(db)
-    assert asked.count("breaker_probe") == 1
+    assert asked.count("probe") == 1
 
 
 async def test_only_topics_that_render_for_the_destination_are_held_back(
@@ -893,7 +891,7 @@ async def test_a_process_does_not_query_the_breaker_during_its_own_probe(
         assert isinstance(await one.send(3), Snooze)
         assert await one.refusal(4) is not None
         one.at[KEY].end(2)
-    assert "breakers" not in asked
+    assert "read" not in asked
 
 
 @pytest.mark.parametrize("is_open_again", [True, False])
@@ -906,7 +904,7 @@ async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
 ) -> None:
     one = member()
     await opened(one, db)
-    gate = hold_back(monkeypatch, "breakers")
+    gate = hold_back(monkeypatch, "read")
     if is_open_again:
         db.execute("DELETE FROM pgoutbox.breaker")
     asking = asyncio.create_task(one.send(2))
@@ -1043,7 +1041,7 @@ async def test_a_destination_forgotten_during_its_query_causes_no_error(
     await opened(one, db)
     db.execute("DELETE FROM pgoutbox.breaker")
     clock.now += HOUR
-    gate = hold_back(monkeypatch, "breaker_probe")
+    gate = hold_back(monkeypatch, "probe")
     one.at[KEY].answer = SENT
     asking = asyncio.create_task(one.send(2))
     await gate.reached.wait()

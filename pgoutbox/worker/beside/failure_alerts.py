@@ -11,12 +11,14 @@ import contextlib
 import logging
 from typing import Final, Self
 
+from pgoutbox.database import sql
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
 
 _LOOK_SECONDS: Final = 300.0
 _PAUSE_SECONDS: Final = 60.0
 _AT_ONCE: Final = 10
+_FAILURES_TOLD: Final = 50_000
 
 
 class FailureAlerts:
@@ -75,9 +77,17 @@ class FailureAlerts:
     async def _tell(self, queue: str) -> int:
         """Enqueue up to so many new alerts as their reader can read; the next look enqueues others."""
         count = 0
-        called_for = await self._store.untold_failures()
+        called_for = await self._store.alerts.fetch(sql.UNTOLD_FAILURES, {"cap": _FAILURES_TOLD})
         for first in range(0, len(called_for), _AT_ONCE):
-            count += await self._store.tell_failures(called_for[first : first + _AT_ONCE], alert_queue=queue)
+            alerts = called_for[first : first + _AT_ONCE]
+            parameters = {
+                "dedupe_keys": [key for key, _, _ in alerts],
+                "payloads": [payload for _, payload, _ in alerts],
+                "alert_queue": queue,
+                "alert_destinations": self._store.alert_destinations,
+            }
+            ((enqueued,),) = await self._store.alerts.fetch(sql.TELL_FAILURES, parameters)
+            count += enqueued
             if count >= _AT_ONCE:
                 break
         return count

@@ -22,10 +22,10 @@ from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, Transport, bare_destination, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
-from pgoutbox.worker.bulkhead import Bulkhead, Room
-from pgoutbox.worker.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
+from pgoutbox.worker.breakers.bulkhead import Bulkhead, Room
+from pgoutbox.worker.breakers.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
+from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from pgoutbox.worker.dispatcher import Send, send_by
-from pgoutbox.worker.shared_breakers import SharedBreakers
 
 _STALLED_PAUSE_SECONDS = 5.0
 _MAX_CIRCUITS = 1_000
@@ -65,7 +65,7 @@ class CircuitBreakers:
         self._settings = settings
         self._send_by = send
         self._clock = clock
-        self._shared = SharedBreakers(store, telemetry, alert_queue=alert_queue, clock=clock)
+        self._shared = SharedBreakers(store, settings.breaker, telemetry, alert_queue=alert_queue, clock=clock)
         self._bulkhead = Bulkhead(settings.concurrency, clock)
         self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
         self._circuits: dict[str, _Circuit] = {}

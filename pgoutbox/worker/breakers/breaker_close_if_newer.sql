@@ -20,7 +20,7 @@ WITH closed AS (
     FROM closed AS c
 ), announced AS MATERIALIZED (
     -- The outer join below makes PostgreSQL run this CTE, which is a SELECT.
-    \ir ../alert/_alerted.sql
+    \ir ../../database/sql/alert/_alerted.sql
 )
 SELECT extract(epoch FROM now() - c.opened_at)::float8 AS open_seconds
 FROM closed AS c

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.database.store import Store
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.settings import BreakerSettings
 from pgoutbox.text import clean_text
-from pgoutbox.worker.circuit_breaker import CircuitBreaker
+from pgoutbox.worker.breakers.breaker_rows import BreakerRow, BreakerRows
+from pgoutbox.worker.breakers.circuit_breaker import CircuitBreaker
 
 _REFRESH_SECONDS = 1.0
 _LIST_SECONDS = 60.0
@@ -33,9 +35,15 @@ class SharedBreakers:
     """
 
     def __init__(
-        self, store: Store, telemetry: Telemetry, *, alert_queue: str | None, clock: Callable[[], float]
+        self,
+        store: Store,
+        settings: BreakerSettings,
+        telemetry: Telemetry,
+        *,
+        alert_queue: str | None,
+        clock: Callable[[], float],
     ) -> None:
-        self._store = store
+        self._rows = BreakerRows(store, settings)
         self._telemetry = telemetry
         self._alert_queue = alert_queue
         self._clock = clock
@@ -62,7 +70,7 @@ class SharedBreakers:
             breaker.open(row, self._clock())
 
     async def _failed(self, key: str, error: str, *, trips: bool) -> BreakerRow | None:
-        row = await self._store.breaker_failed(key, trips=trips, error=clean_text(error), alert_queue=self._alert_queue)
+        row = await self._rows.failed(key, trips=trips, error=clean_text(error), alert_queue=self._alert_queue)
         if row is not None and row.opened:
             self._telemetry.report(
                 logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", breaker=key, retry_seconds=row.retry_seconds
@@ -71,13 +79,13 @@ class SharedBreakers:
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
         """Return the memory of the last run, by key. None of it if the database does not answer."""
-        failures = await self._ask(self._store.failures_of_last_run())
+        failures = await self._ask(self._rows.failures_of_last_run())
         return failures if isinstance(failures, dict) else {}
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""
         is_early = breaker.is_paused(self._clock())
-        row = await self._ask(self._store.breaker_probe(breaker.key, is_early=is_early))
+        row = await self._ask(self._rows.probe(breaker.key, is_early=is_early))
         # A refresh may have changed the breaker during the statement. This row is newer.
         if isinstance(row, Exception):
             breaker.pause(self._clock())
@@ -95,7 +103,7 @@ class SharedBreakers:
         If this fails, the probe counts as lost once its time is over.
         """
         open_seconds = await self._ask(
-            self._store.breaker_close(key, probe_id, send_seconds=send_seconds, alert_queue=self._alert_queue)
+            self._rows.close(key, probe_id, send_seconds=send_seconds, alert_queue=self._alert_queue)
         )
         if isinstance(open_seconds, float):
             self.on_close()
@@ -106,7 +114,7 @@ class SharedBreakers:
     async def reopen(self, breaker: CircuitBreaker, probe_id: str, error: str) -> None:
         """Extend the pause after a failed probe."""
         breaker.pause(self._clock())
-        row = await self._ask(self._store.breaker_reopen(breaker.key, probe_id, error=clean_text(error)))
+        row = await self._ask(self._rows.reopen(breaker.key, probe_id, error=clean_text(error)))
         if isinstance(row, BreakerRow):
             # A refresh may have read an older row during this statement.
             breaker.open(row, self._clock())
@@ -120,11 +128,11 @@ class SharedBreakers:
 
     async def release(self, key: str, probe_id: str) -> None:
         """Give a probe without a result back."""
-        await self._ask(self._store.breaker_release(key, probe_id))
+        await self._ask(self._rows.release(key, probe_id))
 
     async def free(self, key: str, probe_id: str, hold: str) -> None:
         """Give a probe back whose message was sent on another way, and let claims take the messages of its hold."""
-        await self._ask(self._store.breaker_free(key, probe_id, hold))
+        await self._ask(self._rows.free(key, probe_id, hold))
 
     def note_claim(self) -> None:
         """Read the rows once more before a message of this claim is held back: the claim may have seen newer rows.
@@ -148,7 +156,7 @@ class SharedBreakers:
             self._listing.add_done_callback(lambda _: self._close_open(keys, began_at))
 
     async def _list_open(self) -> None:
-        open_keys = await self._ask(self._store.breaker_keys())
+        open_keys = await self._ask(self._rows.open_keys())
         self._open_keys = open_keys if isinstance(open_keys, set) else set()
 
     def _close_open(self, keys: Sequence[str], began_at: float) -> None:
@@ -176,7 +184,7 @@ class SharedBreakers:
 
     async def _read(self, paused: Sequence[CircuitBreaker], asked_at: float) -> None:
         try:
-            rows = await self._ask(self._store.breakers([breaker.key for breaker in paused]))
+            rows = await self._ask(self._rows.read([breaker.key for breaker in paused]))
         finally:
             self._reading = None
         if isinstance(rows, dict):

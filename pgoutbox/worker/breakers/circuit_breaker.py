@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from pgoutbox.database.store import BreakerRow
 from pgoutbox.message import Outcome, SendFailure, Transient, Unavailable
+from pgoutbox.worker.breakers.breaker_rows import BreakerRow
 
 WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
-from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.message import SendFailure
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
-from pgoutbox.worker import Worker, shared_breakers
+from pgoutbox.worker import Worker
+from pgoutbox.worker.breakers import shared_breakers
+from pgoutbox.worker.breakers.breaker_rows import BreakerRow, BreakerRows
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import accepting_server, scripted_server
@@ -133,13 +134,13 @@ async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[str]] = []
-    ask = Store.breakers
+    ask = BreakerRows.read
 
-    async def note(self: Store, keys: Sequence[str]) -> dict[str, BreakerRow]:
+    async def note(self: BreakerRows, keys: Sequence[str]) -> dict[str, BreakerRow]:
         asked.append(keys)
         return await ask(self, keys)
 
-    monkeypatch.setattr(Store, "breakers", note)
+    monkeypatch.setattr(BreakerRows, "read", note)
     monkeypatch.setattr(shared_breakers, "_REFRESH_SECONDS", HOUR)
     app = App(dsn, breaker_failures=1, **LONG)
     async with line_host(Mood.DROP) as host, running(app.worker()):

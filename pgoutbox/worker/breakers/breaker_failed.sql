@@ -46,7 +46,7 @@ WITH reopened AS (
     FROM opened AS o
 ), announced AS MATERIALIZED (
     -- The outer join below makes PostgreSQL run this CTE, which is a SELECT.
-    \ir ../alert/_alerted.sql
+    \ir ../../database/sql/alert/_alerted.sql
 ), known(retry_at, cooldown_seconds, last_error, opened) AS (
     SELECT o.retry_at, o.cooldown_seconds, o.last_error, true FROM opened AS o
     UNION ALL

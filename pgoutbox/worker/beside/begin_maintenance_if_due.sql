@@ -17,5 +17,5 @@ WITH elected AS MATERIALIZED (
     WHERE u.due_at <= clock_timestamp() OR u.began_at > clock_timestamp()
     RETURNING u.worker
 )
-\ir _maintenance_facts.sql
+\ir ../../database/sql/retention/_maintenance_facts.sql
 CROSS JOIN elected

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Trouble
+from pgoutbox.database import sql
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
@@ -30,6 +31,20 @@ _FIRST_LOOK_SECONDS: Final = 10.0
 _LATE_SECONDS: Final = 60.0
 _REPEAT_SECONDS: Final = 3_600.0
 _END_SECONDS: Final = 2.0
+
+
+class Trouble(NamedTuple):
+    """A problem that a report of presence finds, in the order of `sql.REPORT_WORKER`.
+
+    An open breaker with its key, or late messages that no running worker claims, with their queue: because none serves
+    that queue (`queue`), or because none that serves it has a handler for these topics (`handler`).
+    """
+
+    kind: Literal["breaker", "queue", "handler"]
+    name: str
+    topics: list[str]
+    messages: int
+    seconds: float
 
 
 class Presence:
@@ -75,9 +90,17 @@ class Presence:
             await self._task
         try:
             async with asyncio.timeout(_END_SECONDS):
-                await (self._store.end_run(failures) if self._ends_by_itself else self._store.end_worker())
+                await self._end(failures)
         except (psycopg.Error, OSError) as error:
             self._note_failure(error)
+
+    async def _end(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
+        worker = {"worker": self._store.worker}
+        if self._ends_by_itself:
+            memories = {key: memory or None for key, memory in failures.items()}  # None deletes that of an earlier run.
+            await self._store.claims.fetch(sql.END_RUN, {**worker, "failures": json.dumps(memories)})
+        else:
+            await self._store.claims.fetch(sql.END_WORKER, worker)
 
     async def _keep_reporting(self) -> None:
         await asyncio.sleep(_FIRST_LOOK_SECONDS)
@@ -91,14 +114,18 @@ class Presence:
         Errors are logged, not raised.
         """
         try:
-            troubles = await self._store.report_worker(
-                self._queues,
-                topics=self._topics,
-                redirect_to=self._settings.redirect.to,
-                version=self._version,
-                slots=self._settings.concurrency,
-                watched=self._watched,
-                late_seconds=_LATE_SECONDS,
+            rows = await self._store.claims.fetch(
+                sql.REPORT_WORKER,
+                {
+                    "worker": self._store.worker,
+                    "queues": self._queues,
+                    "topics": self._topics,
+                    "redirect_to": self._settings.redirect.to,
+                    "version": self._version,
+                    "slots": self._settings.concurrency,
+                    "watched": self._watched,
+                    "late_seconds": _LATE_SECONDS,
+                },
             )
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._note_failure(error)
@@ -106,6 +133,7 @@ class Presence:
         self._failure = None
         if self._ends_by_itself:
             return
+        troubles = map(Trouble._make, rows)
         found = {_identity(trouble): trouble for trouble in troubles if trouble.kind == "breaker" or not is_first}
         self._warned_at = {identity: at for identity, at in self._warned_at.items() if identity in found}
         now = self._clock()

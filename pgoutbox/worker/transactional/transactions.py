@@ -18,7 +18,6 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.connections import LentAsyncConnection, LentConnection
-from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.store import Store, fence, name_session
 from pgoutbox.errors import LeaseLostError
@@ -29,8 +28,9 @@ from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import ALREADY_FINISHED, Attempt, AttemptResult, Work
 from pgoutbox.worker.dispatcher import Dispatcher, outcome_of_error
-from pgoutbox.worker.handler_sessions import PATIENCE_SECONDS, HandlerSessions, NoSessionError
 from pgoutbox.worker.threads import thread_owner
+from pgoutbox.worker.transactional.handler_session import HandlerSession
+from pgoutbox.worker.transactional.handler_sessions import PATIENCE_SECONDS, HandlerSessions, NoSessionError
 
 # Time for a statement that was cancelled by the handler's timeout to end; after that its connection is broken.
 _CANCEL_SECONDS: Final = 1.0

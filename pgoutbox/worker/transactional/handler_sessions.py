@@ -15,11 +15,11 @@ from typing import Final
 
 import psycopg
 
-from pgoutbox.database.handler_session import HandlerSession
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.transactional.handler_session import HandlerSession
 
 PATIENCE_SECONDS: Final = 5.0
 # While there are too few sessions, other messages need the slots.

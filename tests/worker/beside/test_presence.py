@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import pgoutbox.worker.presence
+import pgoutbox.worker.beside.presence
 from pgoutbox import Context, Message, Outbox, Topic, __version__
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from pgoutbox.worker.presence import Presence
+from pgoutbox.worker.beside.presence import Presence
 from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
 from tests.support.worker_sql import run_state
@@ -45,8 +45,8 @@ def outbox_for(dsn: str, *, topics: tuple[str, ...] = ("greet",), queues: tuple[
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgoutbox.worker.presence, "_FIRST_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(pgoutbox.worker.presence, "_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(pgoutbox.worker.beside.presence, "_FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(pgoutbox.worker.beside.presence, "_INTERVAL_SECONDS", 0.02)
 
 
 class Reporter:

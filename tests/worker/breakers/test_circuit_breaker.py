@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.database.store import BreakerRow
 from pgoutbox.message import Permanent, SendFailure, Sent, Transient, Unavailable
-from pgoutbox.worker.circuit_breaker import Admission, CircuitBreaker
+from pgoutbox.worker.breakers.breaker_rows import BreakerRow
+from pgoutbox.worker.breakers.circuit_breaker import Admission, CircuitBreaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable

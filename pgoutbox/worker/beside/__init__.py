@@ -1,0 +1,1 @@
+"""What a worker does beside deliveries: maintenance, its presence, and alerts about failures."""
