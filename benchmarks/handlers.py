@@ -28,9 +28,23 @@ KINDS: Mapping[str, str] = {
     "transactional": "transactional, one INSERT",
     "transactional, 4 slots": "transactional, one INSERT, 4 slots",
 }
+# The same work without an outbox: the arguments of `bare_handlers`, and the names in the tables.
+LIMITS: Mapping[str, tuple[tuple[str, str], str]] = {
+    "bare threads": (("threads", "50"), "bare pool of 50 threads"),
+    "bare transactions": (("transactions", "10"), "bare UPDATE, INSERT, COMMIT on 10 connections"),
+    "bare transactions, 4": (("transactions", "4"), "bare UPDATE, INSERT, COMMIT on 4 connections"),
+}
+_TITLES = {**KINDS, **{name: title for name, (_, title) in LIMITS.items()}}
+_TARGETS = (
+    ("sync", "bare threads", 0.6),
+    ("transactional", "bare transactions", 0.5),
+    ("transactional, 4 slots", "bare transactions, 4", 0.3),
+)
 _SLOTS: Mapping[str, str] = {"transactional, 4 slots": "4"}
 # Each message needs a transaction, and so a flush, so the rate is much lower.
-_SHARES: Mapping[str, float] = {"transactional": 0.1, "transactional, 4 slots": 0.1}
+_SHARES: Mapping[str, float] = dict.fromkeys(
+    ("transactional", "transactional, 4 slots", "bare transactions", "bare transactions, 4"), 0.1
+)
 # Autovacuum leaves these statistics in a quiet hour, and few slots make many small claims.
 _FORMER_CLAIM = """
 INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)
@@ -45,36 +59,55 @@ def run(server: Server, options: Options) -> Result:
     rates: dict[str, list[float]] = defaultdict(list)
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE effect (number bigint NOT NULL)")
+        connection.execute("CREATE TABLE job (id bigint PRIMARY KEY, done boolean NOT NULL DEFAULT false)")
         for round_number in range(options.rounds):
-            for kind in rotated(list(KINDS), round_number):
+            for kind in rotated(list(_TITLES), round_number):
                 count = int(options.drain_messages * _SHARES.get(kind, 1.0))
-                empty_outbox(connection)
-                connection.execute("TRUNCATE effect")
-                load_pending(connection, count, topic=TOPIC)
-                connection.execute(_FORMER_CLAIM)
-                settle(connection, *_TABLES, "pgoutbox.claim")
-                command = program_command("deliver", "work", kind.partition(",")[0])
-                environment = {"PGOUTBOX_CONCURRENCY": _SLOTS[kind]} if kind in _SLOTS else {}
-                with asking(dsn, _UNFINISHED) as is_unfinished:
-                    seconds = seconds_to_drain(
-                        command, dsn=dsn, count=count, is_unfinished=is_unfinished, environment=environment
-                    )
+                connection.execute("TRUNCATE effect, job")
+                seconds = (_seconds_bare if kind in LIMITS else _seconds)(dsn, connection, kind, count)
                 rates[kind].append(count / seconds)
     rows = [
-        (KINDS[kind], median(values), min(values), max(values), ratio_of_rounds(values, rates["noop"]))
-        for kind, values in rates.items()
+        (title, median(rates[kind]), min(rates[kind]), max(rates[kind]), ratio_of_rounds(rates[kind], rates["noop"]))
+        for kind, title in _TITLES.items()
     ]
     return Result(
         "handlers",
         settings={
             "messages": options.drain_messages,
-            **{f"messages, {KINDS[kind]}": int(options.drain_messages * share) for kind, share in _SHARES.items()},
+            **{f"messages, {_TITLES[kind]}": int(options.drain_messages * share) for kind, share in _SHARES.items()},
             "rounds": options.rounds,
             "concurrency": load_settings().concurrency,
         },
         tables=[Table("one process", ("handler", "messages/s", "slowest", "fastest", "of doing nothing"), rows)],
+        verdicts=[
+            Verdict(
+                f"{_TITLES[kind]} / {_TITLES[limit]}", ratio_of_rounds(rates[kind], rates[limit]), target, "at least"
+            )
+            for kind, limit, target in _TARGETS
+        ],
         samples=dict(rates),
     )
+
+
+def _seconds(dsn: str, connection: psycopg.Connection[tuple[object, ...]], kind: str, count: int) -> float:
+    """Return the seconds in which a worker delivers so many messages to this kind of handler."""
+    empty_outbox(connection)
+    load_pending(connection, count, topic=TOPIC)
+    connection.execute(_FORMER_CLAIM)
+    settle(connection, *_TABLES, "pgoutbox.claim")
+    command = program_command("deliver", "work", kind.partition(",")[0])
+    environment = {"PGOUTBOX_CONCURRENCY": _SLOTS[kind]} if kind in _SLOTS else {}
+    with asking(dsn, _UNFINISHED) as is_unfinished:
+        return seconds_to_drain(command, dsn=dsn, count=count, is_unfinished=is_unfinished, environment=environment)
+
+
+def _seconds_bare(dsn: str, connection: psycopg.Connection[tuple[object, ...]], limit: str, count: int) -> float:
+    """Return the seconds that the same work takes without an outbox."""
+    connection.execute("INSERT INTO job (id) SELECT generate_series(1, %s)", [count])
+    settle(connection, "job")
+    command = program_command("bare_handlers", *LIMITS[limit][0])
+    with asking(dsn, "SELECT EXISTS (SELECT FROM job WHERE NOT done)") as is_unfinished:
+        return seconds_to_drain(command, dsn=dsn, count=count, is_unfinished=is_unfinished)
 
 
 def run_lanes(server: Server, options: Options) -> Result:
