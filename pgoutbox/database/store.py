@@ -55,7 +55,7 @@ class ClaimedRow(NamedTuple):
     was_lapsed: bool = False
     """Whether the previous attempt was lost."""
     lane: int = 0
-    """Where the kernel has found it: fresh messages (0), retries (1), ordering keys (2)."""
+    """Where the kernel has found it: fresh messages (0), retries (1), known ordering keys (2), all of them (3)."""
 
 
 class DueRow(NamedTuple):

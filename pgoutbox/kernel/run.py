@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Generic
@@ -18,14 +18,13 @@ from typing import Final, Generic
 import psycopg
 
 from pgoutbox.kernel import statements as sql
-from pgoutbox.kernel.lanes import Lane, OrderedLane, Place, lanes_of, pause_after
+from pgoutbox.kernel.lanes import KeyLane, KnownKeys, Lane, PagedKeys, Place, lanes_of, pause_after
 from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Rest, Row, Step, Turns
 
 # A lease also runs while the machine is suspended.
 _CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-# Nobody notifies a busy worker. These times limit how late it notices messages of other lanes, changed limits and new
-# ordering keys, and lapsed attempts.
-_OTHERS_SECONDS: Final = 0.25
+# Nobody notifies a busy worker. These times limit how late it notices changed limits and new ordering keys, and lapsed
+# attempts.
 _SURVEY_SECONDS: Final = 1.0
 _LAPSED_SECONDS: Final = 1.0
 # The limit bounds the time of a trip. The messages fall due one after the other, because one of them may crash its
@@ -63,7 +62,7 @@ _PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 # The ordering keys of one page: a few milliseconds of the server's time.
 _KEY_LIMIT: Final = 500
-_RETRIES, _ORDERED = 1, 2
+_RETRIES, _KNOWN_KEYS, _PAGED_KEYS = 1, 2, 3
 _AS_SENT: Final = End("sent")
 
 
@@ -158,6 +157,8 @@ class Run(Generic[E]):
         self._attempts = attempts
         self._turns = turns
         self._lanes = lanes_of(turns.order())
+        self._known = {lane.queue: lane for lane in self._lanes if isinstance(lane, KnownKeys)}
+        self._paged = {lane.queue: lane for lane in self._lanes if isinstance(lane, PagedKeys)}
         self._bell = bell
         self._next_due = next_due
         self._handle_error = handle_error
@@ -316,7 +317,7 @@ class Run(Generic[E]):
         if self.suspect is not None and self.suspect not in self._attempts.in_flight:
             self.forget_suspect(self.suspect)
         ended = self._attempts.take_ended(self._end_limit)
-        self._want_next_of(ended)
+        self._want_next([one.keys for one in ended])
         self._is_careful &= bool(ended)  # Their messages may have been lost meanwhile.
         room = 0
         if self.claims and not self._is_careful:
@@ -372,22 +373,25 @@ class Run(Generic[E]):
     def _is_likely_last(self, lanes: Sequence[Lane]) -> bool:
         """Whether the worker will sleep after this trip. Then the trip also asks for the next due time."""
         # Ordering keys are read page after page.
-        return self._may_sleep and not self._is_backlogged and all(lane.number != _ORDERED for lane in lanes)
+        return self._may_sleep and not self._is_backlogged and all(lane.number != _PAGED_KEYS for lane in lanes)
 
     async def _tell_finished(self) -> None:
         has_room = self._attempts.room(self.on_the_way) > len(self._finished)
         (rows,) = await self._link.trip([self._tell_successors(self._finished, has_room=has_room)])
-        queues = {queue for queue, _ in rows}
-        for queue in queues | {keys.queue for keys in self._finished if keys.ordering_key is not None}:
+        for queue in {queue for queue, _ in rows}:
             self.want(queue)
+        self._want_next(self._finished)
         self._finished.clear()
 
-    def _want_next_of(self, ended: Sequence[E]) -> None:
-        """Claim the next messages of the ordering keys whose messages this trip finishes."""
-        ordered = {one.keys.queue for one in ended if one.keys is not None and one.keys.ordering_key is not None}
-        for lane in self._lanes if ordered else ():
-            if lane.number == _ORDERED and lane.queue in ordered:
-                lane.want()
+    def _want_next(self, ended: Iterable[Keys | None]) -> None:
+        """Claim the next messages of the ordering keys whose messages have ended."""
+        for keys in ended:
+            if keys is not None and keys.ordering_key is not None:
+                known = self._known[keys.queue]
+                if known.has_keys:
+                    known.want_key(keys.ordering_key)
+                else:
+                    self._paged[keys.queue].want()
 
     def _wanted(self, now: float) -> list[Lane]:
         """Return the lanes of the next claim: those of a queue take turns, so that no backlog delays another one.
@@ -398,13 +402,16 @@ class Run(Generic[E]):
         if any(lane.due_at() <= now for lane in self._lanes):
             learns_of_keys = self._is_likely_last(())  # By the question for due times, which costs less.
             others = [
-                lane for lane in self._lanes if not isinstance(lane, OrderedLane) or lane.has_keys or not learns_of_keys
+                lane for lane in self._lanes if not isinstance(lane, KeyLane) or lane.has_keys or not learns_of_keys
             ]
-        wanted = [
-            lane
-            for lane in self._lanes
-            if lane.due_at() <= now or (lane in others and now - lane.read_at >= _OTHERS_SECONDS)
-        ]
+        wanted = [lane for lane in self._lanes if lane.due_at() <= now or (lane in others and lane.may_begin(now))]
+        # One claim does not read both lanes of ordering keys: it would find the same messages in both. The first one
+        # reads a page at random: short processes would otherwise all begin with the newest messages.
+        keyed: dict[str, Lane] = {}
+        for lane in wanted:
+            if isinstance(lane, KeyLane) and (lane.queue not in keyed or lane.read_at <= keyed[lane.queue].read_at):
+                keyed[lane.queue] = lane
+        wanted = [lane for lane in wanted if not isinstance(lane, KeyLane) or keyed[lane.queue] is lane]
         places = {queue: number for number, queue in enumerate(self._turns.order())}
         return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
@@ -653,7 +660,7 @@ class Run(Generic[E]):
     def _claim(self, lanes: Sequence[Lane], room: int, now: float) -> Step:
         starts = [lane.begin(now) for lane in lanes]
         return (
-            sql.CLAIM if any(lane.number == _ORDERED for lane in lanes) else sql.CLAIM_WITHOUT_KEYS,
+            sql.CLAIM if any(lane.number >= _KNOWN_KEYS for lane in lanes) else sql.CLAIM_WITHOUT_KEYS,
             {
                 "served": _queues_of(lanes),
                 "queues": [lane.queue for lane in lanes],
@@ -662,6 +669,8 @@ class Run(Generic[E]):
                 "after_ids": array(start.after_id for start in starts),
                 "since_seconds": [start.since_seconds for start in starts],
                 "after_keys": [start.after_key for start in starts],
+                "known_lanes": array([number for number, start in enumerate(starts, 1) for _ in start.keys]),
+                "known_keys": text_array([key for start in starts for key in start.keys]),
                 "key_limit": _KEY_LIMIT,
                 "topics": list(self._options.topics),
                 "total": room,
@@ -701,7 +710,7 @@ class Run(Generic[E]):
         """Return what follows: messages that waited for those that have ended can begin, here or in another worker."""
         done = [one.keys for one in trip.ended if one.keys is not None]
         done += [
-            Keys(row[_ID], row[_TOPIC], row[_QUEUE], row[_COALESCE_KEY], row[_ORDERING_KEY])
+            _keys_of(row)
             for row in trip.lapsed
             if row[_STATE] not in _GOES_ON and (row[_COALESCE_KEY] or row[_ORDERING_KEY])
         ]
@@ -758,10 +767,12 @@ class Run(Generic[E]):
             same.sort(key=_DUE_ORDER)
             rows += same
             # The last one that was read: the statement reads keys by COLLATE "C", which is also Python's order.
-            key = max(row[_ORDERING_KEY] for row in same) if lane.number == _ORDERED else None
+            key = max(row[_ORDERING_KEY] for row in same) if lane.number == _PAGED_KEYS else None
             lasts[number] = Place(same[-1][_AVAILABLE_AT], same[-1][_ID], key)
-        places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _ORDERED}
-        lasts |= {places[row[_QUEUE]]: Place(None, None, row[_ORDERING_KEY]) for row in pages}
+        places = {lane.queue: number for number, lane in enumerate(lanes) if lane.number == _PAGED_KEYS}
+        for row in pages:
+            number = places[row[_QUEUE]]
+            lasts[number] = Place(lasts[number].at if number in lasts else None, None, row[_ORDERING_KEY])
         # If the claim was filled, the last lane with rows may have more, and those behind it were not read. One that
         # looks unfilled may have missed a message that changed meanwhile: the act that changed it wakes the workers.
         self._is_backlogged = is_filled = len(trip.claimed) >= trip.room
@@ -774,21 +785,31 @@ class Run(Generic[E]):
         if is_filled and not counts[lanes[end].queue]:
             del counts[lanes[end].queue]  # There was only room for the end of its page.
         self._turns.record(counts)
+        self._note_keys(lanes, by_lane)
         if not is_filled:
             self._want_cut(rows, pages)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]
 
+    def _note_keys(self, lanes: Sequence[Lane], rows: Mapping[tuple[str, int], Sequence[Row]]) -> None:
+        """Note where a round over all keys is long, and which known keys have their message claimed."""
+        for lane in lanes:
+            if isinstance(lane, KeyLane):
+                self._note_known(lane.queue)
+            if isinstance(lane, KnownKeys):
+                lane.forget_keys(row[_ORDERING_KEY] for row in rows.get((lane.queue, lane.number), ()))
+
     def _want_cut(self, rows: Sequence[Row], pages: Sequence[Row]) -> None:
         """Claim again where the limits of a queue may have cut the claim although it has permits left."""
         for row in rows:
             if row[_STATE] != "sending":  # A message that the claim has ended has used no permit.
                 self.want(row[_QUEUE])
+                self._want_next([_keys_of(row)])
         # Nor has the end of a page, but the lanes behind it got less.
         cut = {row[_QUEUE] for row in pages if row[_QUEUE] in self._limited}
         for lane in self._lanes:
-            if lane.queue in cut and lane.number != _ORDERED:
+            if lane.queue in cut and lane.number != _PAGED_KEYS:
                 lane.want()
 
     def _comes_fast(self, claimed: Sequence[Row] = ()) -> bool:
@@ -876,7 +897,7 @@ class Run(Generic[E]):
         now = _now()
         fresh_seconds = others_seconds = 0.0
         for lane in self._lanes:
-            if lane in lanes or (isinstance(lane, OrderedLane) and not lane.has_keys):
+            if lane in lanes or (isinstance(lane, KeyLane) and lane is not self._due_lane(lane.queue)):
                 continue
             seconds = now - lane.covered_at + _ROUND_TRIP_SECONDS
             if lane.number == _RETRIES:
@@ -914,13 +935,28 @@ class Run(Generic[E]):
         self._limited = limited
         probes = [row[_PROBE_SECONDS] for row in rows if row[_PROBE_SECONDS] is not None]
         self._probe_at = self._surveyed_at + min(probes, default=math.inf)
-        has_keys = {row[0]: row[1] for row in rows}
-        news = [lane.note_keys(has_keys=has_keys[lane.queue]) for lane in self._lanes if isinstance(lane, OrderedLane)]
+        news = []
+        for queue, has_keys, *_ in rows:
+            self._paged[queue].is_limited = queue in limited
+            news += [self._paged[queue].note_keys(has_keys=has_keys), self._note_known(queue)]
         return due, any(news)
+
+    def _note_known(self, queue: str) -> bool:
+        """Use the lane of known keys where a round over all keys is long. Return whether that is new."""
+        return self._known[queue].note_keys(has_keys=self._paged[queue].uses_known_keys)
+
+    def _due_lane(self, queue: str) -> KeyLane | None:
+        """Return the lane that finds the messages with an ordering key which fall due, if the queue has any."""
+        known, paged = self._known[queue], self._paged[queue]
+        return known if known.has_keys else paged if paged.has_keys else None
 
 
 def _now() -> float:
     return time.clock_gettime(_CLOCK)
+
+
+def _keys_of(row: Row) -> Keys:
+    return Keys(row[_ID], row[_TOPIC], row[_QUEUE], row[_COALESCE_KEY], row[_ORDERING_KEY])
 
 
 def _by_id(attempts: Iterable[E]) -> list[E]:
@@ -934,6 +970,16 @@ def _without(some: Sequence[E], ended: Sequence[E]) -> Sequence[E]:
 
 def _queues_of(lanes: Sequence[Lane]) -> list[str]:
     return list(dict.fromkeys(lane.queue for lane in lanes))
+
+
+def text_array(values: Iterable[str]) -> str:
+    """Return PostgreSQL's text of an array of texts."""
+    return f"{{{','.join([_quoted(value) for value in values])}}}"
+
+
+def _quoted(value: str) -> str:
+    value = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{value}"'
 
 
 def array(values: Iterable[object]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,12 @@ from tests.support.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.support.proxy import Proxy, proxy_to
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import psycopg
 
     from pgoutbox import Context, Message
@@ -159,6 +163,85 @@ async def test_a_due_key_is_found_among_more_waiting_keys_than_one_claim_reads(
             message_id = enqueue(db, ordering_key=key)
             await until(lambda: state_of(db, message_id) == "sent")  # noqa: B023 - asked at once
             await until(lambda: is_idle(db))
+
+
+INSERT_KEYS = """
+INSERT INTO pgoutbox.message (topic, payload, ordering_key, available_at)
+SELECT 'greet', '1', 'waiting-' || k, {due_at}
+FROM generate_series(1, {messages}) AS n, generate_series(1, {count}) AS k
+"""
+
+
+def has_seen(deliveries: Deliveries, count: int) -> bool:
+    return len(deliveries.seen) == count
+
+
+def claim_count(proxy: Proxy) -> int:
+    """Return how many claims went through the proxy."""
+    return len([text for text in proxy.statements if text.startswith("WITH judged")])
+
+
+@pytest.mark.parametrize("which", ["new keys", "the next of a key"])
+async def test_a_message_does_not_wait_for_a_round_over_all_keys(
+    dsn: str, db: psycopg.Connection, tmp_path: Path, which: str
+) -> None:
+    """Each round has forty pages. They are counted, because a round takes a fraction of a second."""
+    db.execute(INSERT_KEYS.format(count=20_000, due_at="now() + interval '1 day'", messages=1).encode())
+    db.execute("ANALYZE pgoutbox.message_live")
+    with proxy_to(dsn, tmp_path) as proxy:
+        deliveries = Deliveries(proxy.dsn)
+        async with running(Worker(deliveries.outbox)):
+            await until(lambda: is_idle(db))
+            count = claim_count(proxy)
+            if which == "new keys":
+                for number in range(20):
+                    enqueue(db, ordering_key=f"{number}")
+                    await until(partial(has_seen, deliveries, number + 1))
+            else:
+                with db.transaction():
+                    ids = [enqueue(db, ordering_key="k") for _ in range(20)]
+                    db.execute(
+                        "UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE id = ANY (%s)", [ids]
+                    )
+                await until(lambda: state_of(db, ids[-1]) == "sent")
+            assert claim_count(proxy) - count < 300
+
+
+async def test_no_claim_takes_a_message_twice(dsn: str, db: psycopg.Connection) -> None:
+    """Whichever way a message is found: by its due time, after the message before it, or among all keys."""
+    db.execute(
+        """
+        CREATE FUNCTION refuse_twice() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF cardinality(NEW.ids) > (SELECT count(DISTINCT id) FROM unnest(NEW.ids) AS id) THEN
+                RAISE EXCEPTION 'twice';
+            END IF;
+            RETURN NEW;
+        END
+        $$;
+        CREATE TRIGGER refuse_twice BEFORE INSERT ON pgoutbox.claim FOR EACH ROW EXECUTE FUNCTION refuse_twice()
+        """
+    )
+    due_at = "now() + CASE WHEN k % 4 > 0 THEN interval '1 day' ELSE interval '0 s' END"
+    db.execute(INSERT_KEYS.format(count=4000, due_at=due_at, messages=2).encode())
+    deliveries = Deliveries(dsn, concurrency=500, batch_size=1000)
+    async with running(Worker(deliveries.outbox)):
+        await until(partial(has_seen, deliveries, 2000))
+
+
+async def test_many_keys_take_turns_under_a_limit(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(INSERT_KEYS.format(count=2000, due_at="now() + interval '1 day'", messages=1).encode())
+    deliveries = Deliveries(dsn, concurrency=1)
+    async with running(Worker(deliveries.outbox)):
+        await until(lambda: is_idle(db))
+        Operator(db).limit_in_flight("default", 1)
+        with db.transaction():
+            db.execute("UPDATE pgoutbox.message SET available_at = now()")
+            db.execute(INSERT_KEYS.format(count=2000, due_at="now()", messages=2).encode())
+        enqueue(db)
+        await until(lambda: len(deliveries.seen) > 300)
+    query = "SELECT count(DISTINCT coalesce(ordering_key, '')) FROM pgoutbox.message WHERE id = ANY (%s)"
+    assert db.execute(query, [deliveries.seen[:300]]).fetchone() == (300,)
 
 
 async def test_lanes_with_a_backlog_take_turns(dsn: str, db: psycopg.Connection) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _PAGE = 500
 # The lanes of claim.sql.
-FRESH, RETRIES, ORDERED = 0, 1, 2
+FRESH, RETRIES, ORDERED = 0, 1, 3
 LAPSED_DISTANCE_SECONDS = 0.05
 
 
@@ -123,6 +123,8 @@ def claim_parameters(lanes: Sequence[int], **options: Unpack[Claim]) -> dict[str
         "after_ats": [at for at, _ in starts],
         "after_ids": [message_id for _, message_id in starts],
         "since_seconds": [1e9] * len(lanes),
+        "known_lanes": [],
+        "known_keys": [],
         "after_keys": [options.get("after_key", "") if lane == ORDERED else None for lane in lanes],
         "key_limit": options.get("key_limit", _PAGE),
         "topics": list(options.get("topics", ["greet"])),

@@ -12,7 +12,7 @@ import pytest
 
 from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
 from pgoutbox.database.store import Store
-from pgoutbox.kernel.lanes import OrderedLane
+from pgoutbox.kernel.lanes import PagedKeys
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
@@ -132,7 +132,7 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
     class LateWorker(Worker):
         def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:
             run = super()._new_run(ends_by_itself=ends_by_itself)
-            (lane,) = (lane for lane in run.kernel._lanes if isinstance(lane, OrderedLane))
+            (lane,) = (lane for lane in run.kernel._lanes if isinstance(lane, PagedKeys))
             lane._after_key = "b"
             return run
 

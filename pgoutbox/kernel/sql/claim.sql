@@ -1,11 +1,12 @@
 -- Claim up to `total` due messages of the lanes of some queues. A lane is exhausted before the next one begins, so a
 -- strict order of queues is the order of the arrays, and one statement serves any number of queues. Lane 0 has the
--- fresh messages, lane 1 the retries, and lane 2 the messages with an ordering key.
+-- fresh messages, and lane 1 the retries. Those with an ordering key are read by their keys: in lane 2 those that fell
+-- due lately and those of the keys in `known_keys`, in lane 3 all keys, page after page.
 -- `judged` chooses and locks rows, and decides what becomes of each. `claim` writes one lease for all attempts that
 -- begin in a queue. The UPDATE writes the decisions. Each page of ordering keys ends with a row without a message: its
 -- ordering key is the one after which the next page begins, '' if no key follows. The row is missing if the limits cut
 -- the page.
--- A claim that reads no lane 2 leaves out the parts in brackets: even unused they would make it slower by a third.
+-- A claim that reads neither leaves out the parts in brackets: even unused they would make it slower by a third.
 -- A breaker is open while it has a row. Its holds are texts: queue, topic, and scheme or host, with spaces between
 -- them. A claim leaves out the messages of these holds, unless they end: expired, superseded or cancelled. After the
 -- pause of a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and
@@ -46,7 +47,7 @@ judged AS MATERIALIZED (
         FROM (VALUES (0), (1)) AS lane(number)
         CROSS JOIN LATERAL (
             SELECT m.ctid AS place, m.id, m.queue, m.coalesce_key AS key, m.topic AS scope, false AS is_ordered,
-                NULL::bigint AS newer_id, 'sending' AS state
+                NULL::bigint AS newer_id, 'sending' AS state, m.lane
             FROM pgoutbox.message_live AS m
             LEFT JOIN LATERAL (
                 SELECT h.newest_id FROM pgoutbox.key_head AS h
@@ -72,7 +73,7 @@ judged AS MATERIALIZED (
         UNION ALL
         SELECT ordered.*
         FROM (
-            SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint, 'sending'
+            SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint, 'sending', 2
             FROM pgoutbox.message_live AS m
             WHERE m.queue = h.queue AND m.ordering_key IS NOT NULL
                 -- `> '-infinity'` is always true: it permits the index message_live_ordered_due.
@@ -84,7 +85,7 @@ judged AS MATERIALIZED (
                     WHERE c.message_id = m.id AND c.message_created_at = m.created_at
                     OFFSET 0
                 )
-                -- The conditions of lane 2: the first message of its key, none in flight, and none failed before it.
+                -- The conditions of lanes 2 and 3: the first message of its key, none in flight, and none failed before it.
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.message_live AS s
                     WHERE s.queue = m.queue AND s.ordering_key = m.ordering_key AND (s.id < m.id OR s.state = 'sending')
@@ -111,7 +112,7 @@ judged AS MATERIALIZED (
         FROM unnest(
             %(queues)s::text[], %(lanes)s::smallint[], %(after_ats)s::timestamptz[], %(after_ids)s::bigint[],
             %(since_seconds)s::float8[], %(after_keys)s::text[]
-        ) AS lane(queue, number, after_at, after_id, since_seconds, after_key)
+        ) WITH ORDINALITY AS lane(queue, number, after_at, after_id, since_seconds, after_key, place)
         CROSS JOIN LATERAL (
             -- [ordering keys
             -- One page of ordering keys: it leaps from key to key along an index, whatever the number of their messages.
@@ -135,7 +136,7 @@ judged AS MATERIALIZED (
                     ),
                     ''
                 ) COLLATE "C", 0
-                WHERE lane.number = 2
+                WHERE lane.number = 3
                 UNION ALL
                 SELECT next.ordering_key, v.number + 1
                 FROM visited AS v
@@ -161,7 +162,8 @@ judged AS MATERIALIZED (
                         ) THEN 'cancelled'
                         WHEN head.newest_id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
                         ELSE 'sending'
-                    END AS state
+                    END AS state,
+                    m.lane
                 FROM pgoutbox.message_live AS m
                 -- The newer message of the same key that supersedes this one. With LIMIT, PostgreSQL looks up each key: with a
                 -- join it may plan to read all keys, because statistics may describe an empty table.
@@ -197,7 +199,7 @@ judged AS MATERIALIZED (
                     -- newer. If it is superseded, it ends instead.
                     AND (sibling.id IS NULL OR head.newest_id IS NOT NULL)
                 ORDER BY m.available_at, m.id
-                -- Lane 2 is read below.
+                -- Lanes 2 and 3 are read below.
                 LIMIT CASE WHEN lane.number < 2 THEN %(total)s::bigint ELSE 0 END
                 -- A wait would fail with 40001 when the row moves to another partition.
                 FOR UPDATE OF m SKIP LOCKED
@@ -206,7 +208,32 @@ judged AS MATERIALIZED (
             UNION ALL
             (
                 SELECT ordered.*
-                FROM visited AS v
+                FROM (
+                    SELECT v.key
+                    FROM visited AS v
+                    WHERE v.number > 0
+                    UNION ALL
+                    SELECT DISTINCT known.key COLLATE "C"
+                    FROM (
+                        SELECT k.key
+                        FROM unnest(%(known_lanes)s::smallint[], %(known_keys)s::text[]) AS k(lane, key)
+                        WHERE k.lane = lane.place
+                        UNION ALL
+                        (
+                            -- The newest ones: those before them are found page after page.
+                            SELECT m.ordering_key
+                            FROM pgoutbox.message_live AS m
+                            WHERE m.queue = lane.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                                AND m.available_at <= now()
+                                AND m.available_at > now() - make_interval(secs => lane.since_seconds)
+                                -- Always true: it permits the index message_live_ordered_due.
+                                AND m.available_at > '-infinity'
+                            ORDER BY m.available_at DESC
+                            LIMIT %(key_limit)s::integer
+                        )
+                    ) AS known(key)
+                    WHERE lane.number = 2
+                ) AS v
                 CROSS JOIN LATERAL (
                     -- The first message of the key, if it is due. It has no coalesce key, so no other message supersedes it.
                     SELECT m.ctid, m.id, m.queue, m.ordering_key, m.queue, true, NULL::bigint,
@@ -217,7 +244,8 @@ judged AS MATERIALIZED (
                             ) THEN 'cancelled'
                             WHEN m.expires_at <= now() THEN 'skipped'
                             ELSE 'sending'
-                        END
+                        END,
+                        lane.number
                     FROM pgoutbox.message_live AS m
                     WHERE m.id = (
                             SELECT f.id
@@ -253,12 +281,11 @@ judged AS MATERIALIZED (
                         )
                     FOR UPDATE OF m SKIP LOCKED
                 ) AS ordered
-                WHERE v.number > 0
                 LIMIT %(total)s::bigint
             )
             UNION ALL
             SELECT NULL, NULL, lane.queue, CASE WHEN max(v.number) = %(key_limit)s::integer THEN max(v.key) ELSE '' END,
-                NULL, true, NULL, NULL
+                NULL, true, NULL, NULL, 3
             FROM visited AS v
             -- Other lanes have no page.
             HAVING count(*) > 0
@@ -328,8 +355,7 @@ judged AS MATERIALIZED (
         -- PostgreSQL before version 17 cannot subtract from infinity.
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in,
         -- Places for what the worker finds out: whether it is superseded meanwhile, and whether it is a suspect.
-        false AS is_superseded, m.queue, false AS is_suspect,
-        CASE WHEN m.ordering_key IS NULL THEN m.lane ELSE 2 END AS lane
+        false AS is_superseded, m.queue, false AS is_suspect, j.lane
 )
 -- [probe
 , probed AS (
@@ -355,7 +381,7 @@ SELECT w.*, p.key, p.probe_id::text, p.hold FROM written AS w CROSS JOIN probed 
 SELECT w.* FROM written AS w
 -- [ordering keys
 UNION ALL
-SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, NULL, j.queue, NULL, 2
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, NULL, j.queue, NULL, 3
 FROM judged AS j
 WHERE j.id IS NULL
 -- ordering keys]
