@@ -31,10 +31,17 @@ class Claim:
 
 
 class InFlight(dict[int, "Attempt"]):
-    """The attempts of one worker in flight, by the id of their message."""
+    """The attempts of one worker in flight, by the id of their message.
+
+    A lease that is older than `stale_seconds` may have ended unnoticed, for example because the process was suspended.
+    So may one from before `lost_at`, when a connection was last lost: after a failover the server may not know the last
+    claims and renewals.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.stale_seconds = math.inf
+        self.lost_at = -math.inf
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
         self._sent_in_vain: dict[int, tuple[object, int]] = {}
@@ -58,13 +65,9 @@ class InFlight(dict[int, "Attempt"]):
             claim.is_closed = True
         self.ended_claims = [claim for claim in self.ended_claims if not claim.is_closed]
 
-    def doubt_leases(self) -> None:
-        """Trust no lease until it is renewed: after a failover the server may not know the last renewals and claims.
-
-        Any thread may call it.
-        """
-        for attempt in list(self.values()):
-            attempt.leased_at = -math.inf
+    def note_lost(self) -> None:
+        """Trust no lease of a claim or renewal before now. Any thread may call it."""
+        self.lost_at = elapsed_clock()
 
     def note_sent_in_vain(self, attempt: Attempt) -> None:
         """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
@@ -94,8 +97,7 @@ class Attempt(Context):
     result is known, and `sent` that it is a hand-over.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
-    reads. A hand-over after `expiring_at` is too late. A lease that is older than `stale_seconds` may have ended
-    unnoticed, for example because the process was suspended.
+    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
     """
 
     __slots__ = (
@@ -107,6 +109,8 @@ class Attempt(Context):
         "end",
         "expiring_at",
         "handler",
+        "in_flight",
+        "is_at_gate",
         "is_payload_large",
         "keys",
         "large_content_id",
@@ -115,7 +119,6 @@ class Attempt(Context):
         "message_id",
         "overtaken",
         "sent",
-        "stale_seconds",
         "sync_connection",
         "used_count",
     )
@@ -144,7 +147,8 @@ class Attempt(Context):
         self.large_content_id: int | None = None
         self.sent = False
         self.expiring_at = math.inf
-        self.stale_seconds = math.inf
+        self.in_flight = _ALONE
+        self.is_at_gate = False
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self.sync_connection: psycopg.Connection[TupleRow] | None = None
         self._ensure = ensure
@@ -175,7 +179,9 @@ class Attempt(Context):
     @property
     def has_begun(self) -> bool:
         """Whether its handler may have begun: a transactional one begins when it gets its connection."""
-        return not self.handler.transactional or (self._connection or self.sync_connection) is not None
+        if self.handler.transactional:
+            return (self._connection or self.sync_connection) is not None
+        return not self.is_at_gate
 
     @property
     def should_stop(self) -> bool:
@@ -195,7 +201,8 @@ class Attempt(Context):
         """Whether it takes more than the elapsed time to know that the message is still to be sent."""
         return (
             self.overtaken is not None
-            or self.leased_at < now - self.stale_seconds
+            or self.leased_at < now - self.in_flight.stale_seconds
+            or self.leased_at <= self.in_flight.lost_at
             or self.expiring_at <= now
             or self.done
         )
@@ -220,6 +227,9 @@ class Attempt(Context):
         self.claim = claim
         self.leased_at = leased_at
         self.overtaken = None
+
+
+_ALONE: Final = InFlight()  # No other attempt, and no doubt.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ import contextlib
 import logging
 import threading
 
+import psycopg
+
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import HeldRow, watch
 from pgoutbox.database.worker_connection import WorkerConnection, is_transient_error
@@ -37,8 +39,8 @@ class LeaseKeeper:
         self._worker = run.store.worker
         self._spare = run.store.claims
         self._settings = settings = run.settings
-        self.stale_seconds = settings.lease_seconds / 2
         self._in_flight = run.in_flight
+        self._in_flight.stale_seconds = settings.lease_seconds / 2
         self._telemetry = run.telemetry
         self._link = run.store.new_connection("ensure lease", spare=self._spare)
         self._stopping = threading.Event()
@@ -88,9 +90,14 @@ class LeaseKeeper:
 
         A young lease is only checked: a renewal is a commit, and waits for the disk.
         """
-        asked_at = elapsed_clock()
-        is_young = asked_at - attempt.leased_at < self._settings.renew_interval_seconds
-        await self._look(self._link, [attempt], renews=not is_young)
+        renews = self._is_renewable(attempt, elapsed_clock())
+        was_open = self._link.is_open
+        try:
+            await self._look(self._link, [attempt], renews=renews)
+        except (psycopg.OperationalError, OSError):
+            if not was_open or self._link.is_open:
+                raise
+            await self._look(self._link, [attempt], renews=True)  # The session had ended while it was idle.
         if attempt.overtaken is not None:
             raise LeaseLostError(f"message {attempt.message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
 
@@ -130,15 +137,18 @@ class LeaseKeeper:
         renewable = []
         watchable = []
         for attempt in list(self._in_flight.values()):
-            age = now - attempt.leased_at
-            if age >= self._settings.renew_interval_seconds:
+            if self._is_renewable(attempt, now):
                 renewable.append(attempt)
-            elif age >= _WATCH_SECONDS and attempt.overtaken is None and not attempt.done:
+            elif now - attempt.leased_at >= _WATCH_SECONDS and attempt.overtaken is None and not attempt.done:
                 watchable.append(attempt)
         size = self._settings.batch_size
         for attempts, renews in ((renewable, True), (watchable, False)):
             for start in range(0, len(attempts), size):
                 await self._look(link, attempts[start : start + size], renews=renews)
+
+    def _is_renewable(self, attempt: Attempt, now: float) -> bool:
+        is_old = now - attempt.leased_at >= self._settings.renew_interval_seconds
+        return is_old or attempt.leased_at <= self._in_flight.lost_at
 
     async def _look(self, link: WorkerConnection, attempts: list[Attempt], *, renews: bool) -> None:
         """Note which of these attempts still hold their message, after their claims are renewed if asked to."""

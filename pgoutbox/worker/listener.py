@@ -46,6 +46,7 @@ class _Listener:
     """What the doorbell of the kernel needs: its connection, and the log."""
 
     def __init__(self, state: RunState) -> None:
+        self._in_flight = state.in_flight
         self._settings = state.settings
         self._telemetry = state.telemetry
         self._dsn = state.settings.require_listen_dsn()
@@ -86,4 +87,6 @@ class _Listener:
 
     def report(self, name: str, **facts: object) -> None:
         """Log an event of the doorbell."""
+        if name == "lost":
+            self._in_flight.note_lost()
         self._telemetry.report(*_REPORTS[name], **facts)

@@ -68,7 +68,6 @@ class Loader:
         self._pool = pool
         self._collector = collector
         self._ensure_lease = lease_keeper.ensure
-        self._stale_seconds = lease_keeper.stale_seconds
         self._contents: _Contents = {}
 
     async def take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
@@ -155,7 +154,7 @@ class Loader:
         attempt.is_payload_large = row.payload_json is None
         if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id
-        attempt.stale_seconds = self._stale_seconds
+        attempt.in_flight = self._in_flight
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.

@@ -45,7 +45,7 @@ class RunState:
         self.error: PgOutboxError | None = None
         """Why the run has stopped by itself. It raises this error at its end."""
         self.in_flight = InFlight()
-        store.on_lost = self.in_flight.doubt_leases
+        store.on_lost = self.in_flight.note_lost
         self.outage = Outage(telemetry, stopping=stopping)
         self.signals = Signals()
         self.polled_at = elapsed_clock()

@@ -15,7 +15,7 @@ from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import State
 from pgoutbox.transports import pass_gate
 from pgoutbox.worker import Worker
-from pgoutbox.worker.attempt import Attempt, Claim
+from pgoutbox.worker.attempt import Attempt, Claim, InFlight
 from pgoutbox.worker.transactional import transactions
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, lapse, row_of, running, settings_for, state_of
 from tests.support.sends import outgoing
@@ -221,7 +221,8 @@ async def test_an_attempt_whose_lease_cannot_be_checked_does_not_pass() -> None:
     claim = Claim(datetime(2024, 1, 1, tzinfo=UTC))
     attempt = Attempt(outgoing(), Handler("greet", greet), claim, elapsed_clock() - 2, ensure)
     await attempt.pass_gate()
-    attempt.stale_seconds = 1
+    attempt.in_flight = InFlight()
+    attempt.in_flight.stale_seconds = 1
     with pytest.raises(Snooze) as refusal:
         await attempt.pass_gate()
     assert refusal.value.reason == "message 7, attempt 1: not sent: its lease could not be checked: OSError"
