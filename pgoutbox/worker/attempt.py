@@ -16,6 +16,7 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.kernel.seams import End, Keys
 from pgoutbox.message import FencingToken, Message, Outcome, Snooze
+from pgoutbox.worker.threads import thread_owner
 
 _REMEMBERED: Final = 10_000
 
@@ -210,6 +211,8 @@ class Attempt(Context):
     async def pass_gate(self) -> None:
         """Raise `Snooze` unless the message is still to be sent. It asks the database only in case of doubt."""
         if self.is_in_doubt(elapsed_clock()):
+            slot = thread_owner.get()
+            slot.pause_timeout()  # The answer may take longer than the handler may.
             try:
                 await self.ensure_lease()
             except LeaseLostError as lost:
@@ -217,6 +220,8 @@ class Attempt(Context):
             except (psycopg.Error, OSError) as error:
                 text = f"not sent: its lease could not be checked: {type(error).__name__}"
                 raise Snooze(0, self._named(text)) from error
+            finally:
+                slot.restart_timeout()
 
     def _named(self, text: str) -> str:
         return f"message {self.message.id}, attempt {self.attempt_count}: {text}"

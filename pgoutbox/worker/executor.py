@@ -25,7 +25,7 @@ from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
 from pgoutbox.worker.loader import Collector
 from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.run_state import RunState
-from pgoutbox.worker.threads import AttemptThreads, thread_owner
+from pgoutbox.worker.threads import AttemptThreads
 from pgoutbox.worker.transactional.transactions import Transactions
 
 
@@ -89,9 +89,6 @@ class AttemptExecutor:
     async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
         """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""
         early: dict[Attempt, AttemptResult] = {}
-        slot = thread_owner.get()
-        # The answer of the database may take longer than the handler may.
-        slot.pause_timeout()
         for attempt in work:
             attempt.is_at_gate = True
         for attempt in work:
@@ -101,7 +98,6 @@ class AttemptExecutor:
                 early[attempt] = RELEASED  # The finish or the next claim ends the message, if it must end.
         for attempt in work:
             attempt.is_at_gate = False
-        slot.restart_timeout()
         return await self._run_rest(work, early, self._run_admitted)
 
     async def _run_admitted(self, work: Work) -> Sequence[AttemptResult]:
