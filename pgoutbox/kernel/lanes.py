@@ -15,11 +15,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Final, NamedTuple
 
 _ALL_TIME_SECONDS: Final = 1e9  # About 32 years.
 # A message becomes visible when its transaction commits. One that commits later than this waits for the search.
 _LATE_COMMIT_SECONDS: Final = 2.0
+# A claim visits so many known keys at most.
+_KNOWN_LIMIT: Final = 500
 # Nobody notifies a busy worker of messages in other lanes.
 _OTHERS_SECONDS: Final = 0.25
 # Beside a backlog, messages before the last place are found by a search now and then.
@@ -158,17 +161,19 @@ class KnownKeys(KeyLane):
     It is in use where a round over all keys is long: see `PagedKeys`.
     """
 
-    __slots__ = ("_keys", "_reads_lately")
+    __slots__ = ("_keys", "_visited", "reads_lately")
 
     def __init__(self, queue: str) -> None:
         super().__init__(queue, 2)
-        self._keys: dict[str, None] = {}
-        self._reads_lately = False
+        self._keys: dict[str, None] = {}  # The oldest wish first.
+        self._visited: tuple[str, ...] = ()
+        self.reads_lately = False
+        """Whether the claim also reads the messages that fell due lately."""
 
     def want(self) -> None:
         """Claim the messages that fell due lately."""
         if self.has_keys:
-            self.is_wanted = self._reads_lately = self._has_news = True
+            self.is_wanted = self.reads_lately = self._has_news = True
 
     def want_key(self, key: str) -> None:
         """Claim the next message of this key."""
@@ -179,7 +184,7 @@ class KnownKeys(KeyLane):
         """Forget these keys: their messages are claimed."""
         for key in keys:
             self._keys.pop(key, None)
-        self.is_wanted = self._has_news or bool(self._keys)
+        self.is_wanted = self.reads_lately or bool(self._keys)
 
     def note_keys(self, *, has_keys: bool) -> bool:
         """Note whether it is in use. Return whether that is new."""
@@ -192,19 +197,24 @@ class KnownKeys(KeyLane):
         """Return the time from which on messages fell due, and the keys."""
         self._began_at = now
         self._has_news = False
+        self._visited = tuple(islice(self._keys, _KNOWN_LIMIT))
+        self.reads_lately |= now - self.covered_at >= _OTHERS_SECONDS
         since_seconds = min(now - self.covered_at + _LATE_COMMIT_SECONDS, _ALL_TIME_SECONDS)
-        return Start(None, 0, since_seconds if self._reads_lately else 0.0, keys=tuple(self._keys))
+        return Start(None, 0, since_seconds if self.reads_lately else 0.0, keys=self._visited)
 
     def record(self, last: Place | None, *, is_filled: bool, now: float) -> None:
-        """Note what is claimed. After a filled claim, its other keys come next. Pages find the other messages."""
+        """Note what is claimed. After a filled claim, what it has left comes next."""
         self.read_at = now
         if last is not None:
             self.served_at = now
-        if not is_filled:
-            self._keys.clear()
-        if self._reads_lately:
+        if is_filled:
+            self.is_wanted = True
+            return
+        for key in self._visited:
+            self._keys.pop(key, None)
+        if self.reads_lately:
             self.covered_at = self._began_at
-        self._reads_lately = self._has_news
+        self.reads_lately = self._has_news
         self.is_wanted = self._has_news or bool(self._keys)
 
 
@@ -240,6 +250,12 @@ class PagedKeys(KeyLane):
         self._was_page_last = True  # All pages of this round were its last one.
         self._page_began_at = -math.inf
         self._vain_seconds = 0.0  # The time of its pages without a message.
+
+    def note_limits(self, *, is_limited: bool) -> None:
+        """Note whether the queue has limits. With them no round waits."""
+        self.is_limited = is_limited
+        if is_limited:
+            self._may_search_at = -math.inf
 
     @property
     def uses_known_keys(self) -> bool:

@@ -786,8 +786,7 @@ class Run(Generic[E]):
             del counts[lanes[end].queue]  # There was only room for the end of its page.
         self._turns.record(counts)
         self._note_keys(lanes, by_lane)
-        if not is_filled:
-            self._want_cut(rows, pages)
+        self._want_rest([row for row in rows if row[_STATE] != "sending"], () if is_filled else pages)
         self.room_left -= len(rows)
         self.claimed_count += len(rows)
         trip.results = [*trip.results[:-1], rows]
@@ -800,12 +799,11 @@ class Run(Generic[E]):
             if isinstance(lane, KnownKeys):
                 lane.forget_keys(row[_ORDERING_KEY] for row in rows.get((lane.queue, lane.number), ()))
 
-    def _want_cut(self, rows: Sequence[Row], pages: Sequence[Row]) -> None:
-        """Claim again where the limits of a queue may have cut the claim although it has permits left."""
-        for row in rows:
-            if row[_STATE] != "sending":  # A message that the claim has ended has used no permit.
-                self.want(row[_QUEUE])
-                self._want_next([_keys_of(row)])
+    def _want_rest(self, ended: Sequence[Row], pages: Sequence[Row]) -> None:
+        """Claim again where messages that the claim has ended, or the ends of pages, took the place of others."""
+        for row in ended:  # It has used no permit.
+            self.want(row[_QUEUE])
+        self._want_next(map(_keys_of, ended))
         # Nor has the end of a page, but the lanes behind it got less.
         cut = {row[_QUEUE] for row in pages if row[_QUEUE] in self._limited}
         for lane in self._lanes:
@@ -897,7 +895,9 @@ class Run(Generic[E]):
         now = _now()
         fresh_seconds = others_seconds = 0.0
         for lane in self._lanes:
-            if lane in lanes or (isinstance(lane, KeyLane) and lane is not self._due_lane(lane.queue)):
+            if isinstance(lane, KeyLane) and lane is not self._due_lane(lane.queue):
+                continue
+            if lane in lanes and not (isinstance(lane, KnownKeys) and not lane.reads_lately):
                 continue
             seconds = now - lane.covered_at + _ROUND_TRIP_SECONDS
             if lane.number == _RETRIES:
@@ -937,13 +937,16 @@ class Run(Generic[E]):
         self._probe_at = self._surveyed_at + min(probes, default=math.inf)
         news = []
         for queue, has_keys, *_ in rows:
-            self._paged[queue].is_limited = queue in limited
+            self._paged[queue].note_limits(is_limited=queue in limited)
             news += [self._paged[queue].note_keys(has_keys=has_keys), self._note_known(queue)]
         return due, any(news)
 
     def _note_known(self, queue: str) -> bool:
         """Use the lane of known keys where a round over all keys is long. Return whether that is new."""
-        return self._known[queue].note_keys(has_keys=self._paged[queue].uses_known_keys)
+        known, paged = self._known[queue], self._paged[queue]
+        if known.is_wanted and not paged.uses_known_keys:
+            paged.want()  # What was known is found by the next round.
+        return known.note_keys(has_keys=paged.uses_known_keys)
 
     def _due_lane(self, queue: str) -> KeyLane | None:
         """Return the lane that finds the messages with an ordering key which fall due, if the queue has any."""

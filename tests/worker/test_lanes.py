@@ -56,18 +56,48 @@ def test_a_round_that_has_begun_goes_on_at_once() -> None:
     assert lane.due_at() == -math.inf
 
 
-def test_the_keys_that_a_filled_claim_has_left_come_next() -> None:
+def test_what_a_filled_claim_has_left_comes_next() -> None:
     lane = KnownKeys("default")
     lane.note_keys(has_keys=True)
     for key in ("a", "b"):
         lane.want_key(key)
     assert lane.begin(10.0).keys == ("a", "b")
-    lane.record(Place(NOW, 1, None), is_filled=True, now=11.0)
+    lane.record(Place(NOW, 1, None), is_filled=True, now=10.01)
     lane.forget_keys(["a"])
     assert lane.is_wanted
-    start = lane.begin(12.0)
-    assert (start.keys, start.since_seconds) == (("b",), 0.0)
-    lane.record(Place(NOW, 2, None), is_filled=False, now=13.0)
+    start = lane.begin(10.02)
+    assert (start.keys, start.since_seconds) == (("b",), 1e9)
+    lane.record(Place(NOW, 2, None), is_filled=False, now=10.03)
     assert not lane.is_wanted
+    # The latest due times are read again when they may have changed: after a wish, and beside other work.
+    lane.want_key("c")
+    start = lane.begin(10.04)
+    assert (start.keys, start.since_seconds, lane.reads_lately) == (("c",), 0.0, False)
+    lane.record(None, is_filled=False, now=10.05)
     lane.want()
-    assert lane.begin(14.0).since_seconds == pytest.approx(14.0 - 10.0 + 2.0)
+    assert lane.begin(10.06).since_seconds == pytest.approx(10.06 - 10.02 + 2.0)
+    lane.record(None, is_filled=False, now=10.07)
+    assert lane.begin(10.4).since_seconds == pytest.approx(10.4 - 10.06 + 2.0)
+
+
+def test_a_claim_visits_the_oldest_known_keys() -> None:
+    lane = KnownKeys("default")
+    lane.note_keys(has_keys=True)
+    keys = [str(number) for number in range(1200)]
+    for key in keys:
+        lane.want_key(key)
+    visited: list[str] = []
+    while lane.is_wanted:
+        visited += lane.begin(10.0).keys
+        lane.record(Place(NOW, 1, None), is_filled=False, now=10.0)
+    assert visited == keys
+
+
+def test_no_round_waits_in_a_queue_with_limits() -> None:
+    lane = paged()
+    at = read_round(lane, 0.0)
+    at = read_round(lane, at, page_seconds=1.0)
+    lane.want()
+    assert lane.due_at() > at
+    lane.note_limits(is_limited=True)
+    assert lane.due_at() < at
