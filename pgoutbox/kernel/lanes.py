@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 _ALL_TIME_SECONDS: Final = 1e9  # About 32 years.
 # A message becomes visible when its transaction commits. One that commits later than this waits for the search.
 _LATE_COMMIT_SECONDS: Final = 2.0
-# A claim visits so many known keys at most.
-_KNOWN_LIMIT: Final = 500
+KEY_LIMIT: Final = 500
+"""The ordering keys of one page, and the known ones of one claim: a few milliseconds of the server's time."""
 # Nobody notifies a busy worker of messages in other lanes.
 _OTHERS_SECONDS: Final = 0.25
 # Beside a backlog, messages before the last place are found by a search now and then.
@@ -139,7 +139,8 @@ class KeyLane(Lane):
 
     def __init__(self, queue: str, number: int) -> None:
         super().__init__(queue, number, is_wanted=False, is_owed=False)
-        self.has_keys = False  # Most queues have no such messages, and their claims leave these lanes out.
+        self.has_keys = False
+        """Whether claims read it. Most queues have no such messages."""
 
     def want(self) -> None:
         """Claim from this lane next, if it has messages."""
@@ -197,13 +198,13 @@ class KnownKeys(KeyLane):
         """Return the time from which on messages fell due, and the keys."""
         self._began_at = now
         self._has_news = False
-        self._visited = tuple(islice(self._keys, _KNOWN_LIMIT))
+        self._visited = tuple(islice(self._keys, KEY_LIMIT))
         self.reads_lately |= now - self.covered_at >= _OTHERS_SECONDS
         since_seconds = min(now - self.covered_at + _LATE_COMMIT_SECONDS, _ALL_TIME_SECONDS)
         return Start(None, 0, since_seconds if self.reads_lately else 0.0, keys=self._visited)
 
     def record(self, last: Place | None, *, is_filled: bool, now: float) -> None:
-        """Note what is claimed. After a filled claim, what it has left comes next."""
+        """Note the end of the claim. After a filled one, the other known keys come next."""
         self.read_at = now
         if last is not None:
             self.served_at = now
@@ -221,7 +222,7 @@ class KnownKeys(KeyLane):
 class PagedKeys(KeyLane):
     """All messages with an ordering key (3), read by their keys, page after page: a round over all keys is a search.
 
-    It finds what `KnownKeys` does not know, such as a key whose message another worker has ended. Long
+    It finds messages that `KnownKeys` does not know, such as the next one of a key that another worker has ended. Long
     rounds without a message take a tenth of the time at most.
     """
 

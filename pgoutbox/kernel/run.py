@@ -18,7 +18,7 @@ from typing import Final, Generic
 import psycopg
 
 from pgoutbox.kernel import statements as sql
-from pgoutbox.kernel.lanes import KeyLane, KnownKeys, Lane, PagedKeys, Place, lanes_of, pause_after
+from pgoutbox.kernel.lanes import KEY_LIMIT, KeyLane, KnownKeys, Lane, PagedKeys, Place, lanes_of, pause_after
 from pgoutbox.kernel.seams import Attempts, Bell, E, End, Keys, Link, Rest, Row, Step, Turns
 
 # A lease also runs while the machine is suspended.
@@ -60,8 +60,6 @@ _ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1,
 _STATE, _QUEUE, _LANE = 14, 17, 19
 _PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
-# The ordering keys of one page: a few milliseconds of the server's time.
-_KEY_LIMIT: Final = 500
 _RETRIES, _KNOWN_KEYS, _PAGED_KEYS = 1, 2, 3
 _AS_SENT: Final = End("sent")
 
@@ -671,7 +669,7 @@ class Run(Generic[E]):
                 "after_keys": [start.after_key for start in starts],
                 "known_lanes": array([number for number, start in enumerate(starts, 1) for _ in start.keys]),
                 "known_keys": text_array([key for start in starts for key in start.keys]),
-                "key_limit": _KEY_LIMIT,
+                "key_limit": KEY_LIMIT,
                 "topics": list(self._options.topics),
                 "total": room,
                 "worker": self._options.worker,
@@ -895,9 +893,7 @@ class Run(Generic[E]):
         now = _now()
         fresh_seconds = others_seconds = 0.0
         for lane in self._lanes:
-            if isinstance(lane, KeyLane) and lane is not self._due_lane(lane.queue):
-                continue
-            if lane in lanes and not (isinstance(lane, KnownKeys) and not lane.reads_lately):
+            if lane in lanes or (isinstance(lane, KeyLane) and lane is not self._due_lane(lane.queue)):
                 continue
             seconds = now - lane.covered_at + _ROUND_TRIP_SECONDS
             if lane.number == _RETRIES:
@@ -945,7 +941,7 @@ class Run(Generic[E]):
         """Use the lane of known keys where a round over all keys is long. Return whether that is new."""
         known, paged = self._known[queue], self._paged[queue]
         if known.is_wanted and not paged.uses_known_keys:
-            paged.want()  # What was known is found by the next round.
+            paged.want()  # The next round finds the messages of the known keys.
         return known.note_keys(has_keys=paged.uses_known_keys)
 
     def _due_lane(self, queue: str) -> KeyLane | None:

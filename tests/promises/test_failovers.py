@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,31 +40,34 @@ MAIL = """
 APPLICATION = """
     import asyncio
     import os
+    import signal
     from pathlib import Path
 
     from pgoutbox import Outbox
 
     outbox = Outbox()
     ledger = Path(os.environ["LEDGER"])
+    told = asyncio.Event()
 
 
-    async def until_told():
-        while not (ledger / "go").exists():
-            await asyncio.sleep(0.002)
+    async def until_told(name):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, told.set)
+        (ledger / name).touch()
+        await told.wait()
 
 
     @outbox.handler("wait")
     async def wait(message, ctx):
-        (ledger / "wait").touch()
-        await until_told()
+        await until_told("wait")
 
 
     @outbox.handler("clock")
     async def clock(message, ctx):
-        (ledger / "clock").touch()
-        await until_told()
+        await until_told("clock")
+        never = asyncio.create_task(asyncio.Event().wait())
         try:
-            await asyncio.sleep(float(os.environ["CLOCK_SECONDS"]))
+            # Longer than the timeout of the next handler, or until the worker stops.
+            await asyncio.wait([never], timeout=float(os.environ["CLOCK_SECONDS"]))
         finally:
             (ledger / "over").touch()
 
@@ -126,7 +131,7 @@ async def test_a_handler_that_waits_for_a_slot_does_not_begin_if_a_failover_has_
             await until(lambda: (tmp_path / "wait").exists() and row_of(db, waiting).state == "sending")
     await until(lambda: "listener lost" in worker.log)
     lose_claim(db, waiting)
-    (tmp_path / "go").touch()
+    os.kill(worker.pid, signal.SIGUSR1)
     with socket.create_server(("127.0.0.1", port)) as listening, proxy_to(dsn, listening):
         last = enqueue(db, "wait")
         await until(lambda: row_of(db, last).state == "sent")
@@ -151,8 +156,10 @@ async def test_a_claim_that_was_answered_before_the_loss_and_begins_after_it_is_
             (fanned,) = outbox.on(db).enqueue_fanout("wait", 1, ["mailto:ada@example.org"], content=1)
             plain = enqueue(db, "greet")
         proxy.on_statement = fail_over
-        (tmp_path / "go").touch()
-        start_worker(APPLICATION, dsn=proxy.dsn, environment={"LEDGER": str(tmp_path), "CLOCK_SECONDS": "0"}, **LEASE)
+        environment = {"LEDGER": str(tmp_path), "CLOCK_SECONDS": "0"}
+        worker = start_worker(APPLICATION, dsn=proxy.dsn, environment=environment, **LEASE)
+        await until((tmp_path / "wait").exists)
+        os.kill(worker.pid, signal.SIGUSR1)
         await until(lambda: row_of(db, fanned.id).state == "sent")
     assert lost == [plain]
     assert not (tmp_path / "greet").exists()
@@ -178,7 +185,7 @@ async def test_an_attempt_that_waits_for_an_answer_about_its_lease_has_not_begun
     await until(lambda: "listener lost" in worker.log)
     with socket.create_server(("127.0.0.1", port)) as listening, proxy_to(dsn, listening) as proxy:
         with proxy.stalled():
-            (tmp_path / "go").touch()
+            os.kill(worker.pid, signal.SIGUSR1)
             await until(lambda: proxy.open_count("pgoutbox ensure"))
             if how == "stop":
                 worker.terminate()

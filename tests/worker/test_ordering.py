@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,12 +13,14 @@ import pytest
 
 from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
 from pgoutbox.database.store import Store
+from pgoutbox.kernel import lanes
 from pgoutbox.kernel.lanes import PagedKeys
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.run import WorkerRun
+from tests.promises.test_ordering_keys import is_idle
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -140,6 +143,53 @@ async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db
     async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.run_once()
     assert line.seen == {}
+
+
+@pytest.mark.parametrize("how", ["a burst", "beside other messages", "while a key goes on"])
+async def test_messages_that_fall_due_need_no_round_over_all_keys(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The pause after a round without a message has no end."""
+    for name, value in (("_CHEAP_SEARCH_SECONDS", 0.0), ("_PAUSE_AFTER_SEARCH", 1e9), ("_MAX_PAUSE_SECONDS", 3600.0)):
+        monkeypatch.setattr(lanes, name, value)
+    insert = (
+        "INSERT INTO pgoutbox.message (topic, payload, ordering_key, available_at)"
+        " SELECT 'greet', '1', {key}, now() + {delay} FROM generate_series(1, {count}) AS k"
+    )
+    db.execute(insert.format(key="'waiting-' || k", delay="interval '1 day'", count=2000).encode())
+    seen: list[str | None] = []
+    outbox = Outbox(settings_for(dsn, concurrency=20, batch_size=20, poll_interval_seconds=3600))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        seen.append(message.ordering_key)
+
+    async with running(Worker(outbox)):
+        await until(lambda: is_idle(db))
+        match how:
+            case "a burst":
+                db.execute(insert.format(key="'new-' || k", delay="interval '0'", count=400).encode())
+                db.execute("NOTIFY pgoutbox, 'all default'")
+                await until(lambda: len(seen) == 400)
+            case "beside other messages":
+                db.execute(insert.format(key="NULL", delay="interval '0'", count=20_000).encode())
+                db.execute("NOTIFY pgoutbox, 'all default'")
+                await until(lambda: seen)
+                enqueue(db, ordering_key="new", notify=False)
+                await until(lambda: "new" in seen)
+                assert len(seen) < 20_000
+            case _:
+                for number in range(40):
+                    delay = f"interval '{number % 20} ms'"
+                    with db.transaction():
+                        db.execute(insert.format(key=f"'new-{number}'", delay=delay, count=1).encode())
+                        db.execute(insert.format(key="'goes on'", delay="interval '0'", count=5).encode())
+                        db.execute("NOTIFY pgoutbox, 'all default'")
+                    await until(partial(has_seen, seen, 6 * number + 6))
+
+
+def has_seen(seen: list[str | None], count: int) -> bool:
+    return len(seen) == count
 
 
 async def test_only_the_topic_can_set_its_ordering_key(dsn: str, connect: Connect) -> None:
