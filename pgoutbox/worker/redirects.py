@@ -58,11 +58,16 @@ class Redirects:
         follows = isinstance(transport, FollowsRedirect) and transport.follows_redirect
 
         async def gate() -> Redirect | None:
-            await ensure_lease()
-            try:
-                redirect = covering(await self.current(), message.topic)
-            except RedirectUnknownError as error:
-                raise held_back(message, str(error)) from error
+            # Either answer may be late. Meanwhile the lease can be lost, and a redirect be switched on.
+            while True:
+                try:
+                    await self.current()
+                except RedirectUnknownError as error:
+                    raise held_back(message, str(error)) from error
+                await ensure_lease()
+                if self._clock() - self._read_at < REDIRECT_SECONDS:
+                    break
+            redirect = covering(self._redirects, message.topic)
             if redirect is not None and not follows:
                 # Kept, not skipped: if the redirect is a mistake, all messages are sent after its end.
                 scheme = content.scheme if message.destination is None else scheme_of(message.destination)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox
+from pgoutbox import Context, Email, Message, Outbox, Snooze
 from pgoutbox.database.store import Store
 from pgoutbox.errors import ConfigurationError, StateError
 from pgoutbox.message import Postponed, Sent
@@ -486,6 +486,46 @@ async def test_an_answer_counts_from_the_start_of_its_query(
     assert sending.sink.sent == []
 
 
+async def test_a_lease_that_is_lost_while_the_switch_is_read_hands_nothing_over(
+    sending: Sending, db: psycopg.Connection, connect: Connect
+) -> None:
+    async def ensure() -> None:
+        if is_lost:
+            raise Snooze(0, "lease lost")
+
+    is_lost = False
+    current_gate.set(ensure)
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.redirect")
+    task = asyncio.create_task(sending.send())
+    await until_blocked(db, task)
+    is_lost = True
+    sending.now += 1.9  # The answer is still young enough.
+    blocker.rollback()
+    outcome = await task
+    assert isinstance(outcome, Snooze)
+    assert (outcome.reason, sending.sink.sent) == ("lease lost", [])
+
+
+async def test_a_redirect_that_is_switched_on_while_the_lease_is_checked_is_followed(
+    sending: Sending, db: psycopg.Connection
+) -> None:
+    async def ensure() -> None:
+        asked.set()
+        await answered.wait()
+
+    asked, answered = asyncio.Event(), asyncio.Event()
+    assert isinstance(await sending.send(), Sent)
+    current_gate.set(ensure)
+    task = asyncio.create_task(sending.send())
+    await asked.wait()
+    db.execute(SWITCH_ON)
+    sending.now += 2
+    answered.set()
+    assert isinstance(await task, Postponed)
+    assert len(sending.sink.sent) == 1
+
+
 @pytest.mark.slow
 async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
     dsn: str, db: psycopg.Connection, connect: Connect
@@ -533,7 +573,7 @@ async def test_an_email_that_waited_for_a_connection_follows_its_topic_that_join
         nonlocal asked
         asked += 1
         sending.now += 1
-        if asked == 4:  # The worker has asked once, and the transport twice before the connection.
+        if asked == 3:  # The worker has asked once, and the transport twice before the connection.
             db.execute("SELECT pgoutbox.set_redirect(%s, NULL, '{greet}')", (TESTER,))
 
     token = current_gate.set(still_held)
