@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Literal
 
 from pgoutbox.errors import ArgumentError
 
@@ -20,6 +21,28 @@ _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _PREVIEW_LENGTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of messages: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
+
+    messages: int
+    kind: Literal["exactly", "at least", "about"] = "exactly"
+
+    def __add__(self, other: Count) -> Count:
+        """Return the sum, of the vaguer kind."""
+        kind = self.kind if other.kind == "exactly" else other.kind
+        return Count(self.messages + other.messages, kind)
+
+    def __str__(self) -> str:
+        """Return the number with its kind and the noun.
+
+        >>> [str(Count(1)), str(Count(7000)), str(Count(10000, "at least"))]
+        ['1 message', '7,000 messages', 'at least 10,000 messages']
+        """
+        kind = "" if self.kind == "exactly" else f"{self.kind} "
+        return f"{kind}{self.messages:,} message{'' if self.messages == 1 else 's'}"
 
 
 def describe(error: BaseException) -> str:

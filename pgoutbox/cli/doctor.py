@@ -55,7 +55,8 @@ def doctor(
         texts = {name: None if text is None else mask(text, secrets) for name, text in _texts_of(finding).items()}
         if as_json:
             about = {name: mask(text, secrets) for name, text in finding.about.items()}
-            print_json({**texts, "about": about})
+            count = finding.messages
+            print_json({**texts, "about": about, "messages": {"count": count.messages, "kind": count.kind}})
         else:
             _print(texts)
     if not as_json:
@@ -65,11 +66,11 @@ def doctor(
 
 
 def _texts_of(finding: Finding) -> dict[str, str | None]:
-    return {name: text for name, text in asdict(finding).items() if name != "about"}
+    return {name: text for name, text in asdict(finding).items() if name not in ("about", "messages")}
 
 
-def _urgency(finding: Finding) -> int:
-    return _ORDER.get(finding.level, len(_ORDER))
+def _urgency(finding: Finding) -> tuple[int, int]:
+    return _ORDER.get(finding.level, len(_ORDER)), -finding.messages.messages
 
 
 def _print(finding: dict[str, str | None]) -> None:

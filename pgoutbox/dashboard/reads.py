@@ -12,6 +12,7 @@ from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
+from pgoutbox.text import Count
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.history import Range
@@ -47,13 +48,6 @@ class StateCount(NamedTuple):
     """The number of messages in a state: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
 
     state: State
-    messages: int
-    kind: Kind
-
-
-class Count(NamedTuple):
-    """A number of messages: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
-
     messages: int
     kind: Kind
 

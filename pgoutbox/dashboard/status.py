@@ -12,7 +12,7 @@ from starlette.routing import Route
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.dashboard import dashboard_of
 from pgoutbox.dashboard.history import RANGES
-from pgoutbox.doctor import Level
+from pgoutbox.doctor import Level, verdict
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import iso_utc
 
@@ -40,9 +40,11 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
     return {
         "time": found.now,
         "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
+        "verdict": redact_text(verdict(found.problems), hidden),
         "findings": [
             _part(finding, "check", "level", "code", "why", "fix")
             | {
+                "messages": {"count": finding.messages.messages, "kind": finding.messages.kind},
                 "what": redact_text(finding.what, hidden),
                 "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
             }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from pgoutbox.dashboard import reads
 from pgoutbox.message import State
+from pgoutbox.text import Count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,16 +23,16 @@ class Tab(NamedTuple):
     name: str
     states: tuple[State, ...]
     due: Literal["now", "later", "again"] | None
-    total: reads.Count | None = None
+    total: Count | None = None
 
 
 def count_tabs(connection: Connection) -> list[Tab]:
     """Return the tabs with their counts."""
-    states = {count.state: reads.Count(count.messages, count.kind) for count in reads.count_states(connection)}
+    states = {count.state: Count(count.messages, count.kind) for count in reads.count_states(connection)}
     due, later, tried = reads.count_due(connection)
     kind = max((count.kind for count in states.values()), key=_KINDS.index)
     return [
-        Tab("all", (), None, reads.Count(sum(count.messages for count in states.values()), kind)),
+        Tab("all", (), None, Count(sum(count.messages for count in states.values()), kind)),
         Tab("due", (State.PENDING,), "now", due),
         Tab("scheduled", (State.PENDING,), "later", later),
         Tab("retrying", (State.PENDING,), "again", tried),

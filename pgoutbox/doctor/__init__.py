@@ -7,7 +7,7 @@ sends nothing. Findings can quote values of the settings: mask secrets before yo
 from __future__ import annotations
 
 from pgoutbox.doctor.context import Limits
-from pgoutbox.doctor.findings import Finding, Level
+from pgoutbox.doctor.findings import Finding, Level, verdict
 from pgoutbox.doctor.runner import examine, examine_delivery
 
-__all__ = ["Finding", "Level", "Limits", "examine", "examine_delivery"]
+__all__ = ["Finding", "Level", "Limits", "examine", "examine_delivery", "verdict"]

@@ -24,7 +24,7 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
-from pgoutbox.text import one_line
+from pgoutbox.text import Count, one_line
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports.redirect import redirected_mail
 from pgoutbox.transports.registry import hint_for, missing_key
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from pgoutbox.doctor.context import DoctorContext
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
+_LATE_QUEUES = 50  # As many as due_for_long.sql returns.
+# The queues share these rows, of each lane.
+_EVERYWHERE = {"rows": 10_000, "prefix": "", "queues": 20_000}
 _WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
 
 
@@ -122,19 +125,21 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
         yield skipped("no-application", "no application given", _WITHOUT_APP)
         return
     handlers = handlers_of(context.outbox, context.settings)
-    waiting: dict[str, int] = {}
-    for row in context.ask(sql.PENDING_TOPICS):
+    waiting: dict[str, Count] = {}
+    rows = context.ask(sql.PENDING_TOPICS, _EVERYWHERE)
+    for row in rows:
         if row["topic"] not in handlers:
-            waiting[row["topic"]] = waiting.get(row["topic"], 0) + row["messages"]
+            waiting[row["topic"]] = waiting.get(row["topic"], Count(0)) + _count_of(row)
     for topic, count in waiting.items():
         yield problem(
             "messages-without-handler",
-            f"topic {topic} has no handler and {pluralize(count, 'pending message')}",
+            f"topic {topic} has no handler, and {count} of it {'waits' if count.messages == 1 else 'wait'}",
             "workers never claim messages without a handler",
             "set PGOUTBOX_ALERT_DESTINATION for the workers and for the doctor"
             if topic == ALERT_TOPIC
             else "register a handler, or deploy the release that has it; or cancel the messages: "
             f"pgoutbox cancel --all --topic {topic}",
+            messages=count,
             topic=topic,
         )
     idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
@@ -145,7 +150,10 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             "this application never delivers their messages",
             "register a handler in the module of --app, or run the doctor with the workers' --app",
         )
-    yield all_ok("handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one")
+    among = " among those of each queue that are due first" if any(row["is_capped"] for row in rows) else ""
+    yield all_ok(
+        "handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one{among}"
+    )
 
 
 def check_leases(context: DoctorContext) -> Iterator[Note]:
@@ -264,18 +272,42 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
     if not context.settings.listen:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
     running, runs = _workers(context)
-    late = [
-        queue
-        for queue in context.ask(sql.DUE_FOR_LONG, {"seconds": seconds})
-        if queue["oldest_seconds"] > 2 * _run_interval(context, queue["queue"], running, runs)
-    ]
-    for queue in late:
-        count = pluralize(queue["messages"], "message") + (" or more" if queue["messages"] >= 10_000 else "")
-        what = f"queue {queue['queue']}: {count} due, the oldest for {duration(queue['oldest_seconds'])}"
+    unserved = []
+    for queue in context.ask(sql.DUE_FOR_LONG, {"seconds": seconds, **_EVERYWHERE}):
+        if queue["oldest_seconds"] <= 2 * _run_interval(context, queue["queue"], running, runs):
+            continue
+        what = f"queue {queue['queue']}: {_count_of(queue)} due, the oldest for {duration(queue['oldest_seconds'])}"
         if queue["halted"] and queue["free"]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
-        yield _cause_of_limits(queue, what) or _cause_of_workers(context, queue, running, runs, what)
+        note = _cause_of_limits(context, queue, what) or _cause_of_workers(context, queue, running, runs, what)
+        note = note._replace(messages=_count_of(queue))
+        if note.code == "due-without-worker":
+            unserved.append((queue, note))
+        else:
+            yield note
+    yield from _without_any_worker(unserved)
     yield all_ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
+
+
+def _without_any_worker(unserved: list[tuple[DictRow, Note]]) -> Iterator[Note]:
+    """Yield one finding for all late queues that miss nothing but a worker."""
+    if len(unserved) < 2:
+        yield from (note for _, note in unserved)
+        return
+    queues = [queue for queue, _ in unserved]
+    has_read_all = queues[0]["queue_count"] <= _LATE_QUEUES
+    count = sum((_count_of(queue) for queue in queues), start=Count(0, "exactly" if has_read_all else "at least"))
+    number = len(queues)
+    which = pluralize(number, "queue") if has_read_all else f"at least {number} of {queues[0]['queue_count']} queues"
+    yield problem(
+        "due-without-worker",
+        f"{which}: {count} due, the oldest for {duration(queues[0]['oldest_seconds'])}: no worker "
+        f"is running; the queues: {join_names(queue['queue'] for queue in queues)}",
+        "no message is delivered",
+        "start workers for these queues: pgoutbox worker --queue '*' serves all; with cron, check that the line of the "
+        "crontab runs",
+        messages=count,
+    )
 
 
 def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], runs: list[DictRow]) -> float:
@@ -289,21 +321,21 @@ def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], ru
 def check_undelivered(context: DoctorContext) -> Iterator[Note]:
     """Find messages that were due long ago and have no final state, whatever the reason."""
     seconds = context.limits.undelivered_seconds
-    for row in context.ask(sql.UNDELIVERED, {"seconds": seconds}):
-        count = pluralize(row["messages"], "message") + (" or more" if row["messages"] >= 10_000 else "")
+    for row in context.ask(sql.UNDELIVERED, {"seconds": seconds, **_EVERYWHERE}):
         yield warning(
             "undelivered-for-long",
-            f"queue {row['queue']}: {count} undelivered for more than {duration(seconds)}, message {row['oldest_id']} "
-            f"for {duration(row['oldest_seconds'])}",
+            f"queue {row['queue']}: {_count_of(row)} undelivered for more than {duration(seconds)}, message "
+            f"{row['oldest_id']} for {duration(row['oldest_seconds'])}",
             "postponed attempts do not count, so such a message may never end by itself",
             f"pgoutbox show {row['oldest_id']} prints its attempts and the reason; if nobody can deliver it: "
             f"pgoutbox cancel {row['oldest_id']}",
+            messages=_count_of(row),
             queue=row["queue"],
         )
     yield all_ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
 
 
-def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
+def _cause_of_limits(context: DoctorContext, queue: DictRow, what: str) -> Note | None:
     """Return the finding if a late queue is paused, at a limit, or waits for earlier messages or a breaker."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
@@ -317,19 +349,25 @@ def _cause_of_limits(queue: DictRow, what: str) -> Note | None:
             queue=name,
         )
     if queue["free"] == 0:
-        return warning(
+        first_id, waits = queue["halted_by"], "waits" if queue["halted"] == 1 else "wait"
+        return problem(
             "due-behind-failed",
-            f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
+            f"{what}: {queue['halted']} {waits} behind a failed message of their ordering key, which is halted; the "
+            f"first such message is {first_id}",
             "halts_key: no later message of that key is delivered",
-            f"pgoutbox list --state failed --queue {name}, then redrive or prune the first failed message",
+            f"pgoutbox show {first_id}, then: pgoutbox redrive {first_id}; or if nobody can deliver it: "
+            f"pgoutbox dismiss {first_id} --reason 'your reason'",
             queue=name,
+            message=str(first_id),
         )
     if queue["held"] * 2 > queue["messages"]:
-        return warning(
+        return problem(
             "due-behind-breaker",
-            f"{what}: most of them wait behind the open breaker of {one_line(queue['breaker'])}",
+            f"{what}: they wait behind the breaker of {one_line(queue['breaker'])}, open for "
+            f"{duration(queue['open_seconds'])}: {_quoted(context, queue['last_error'])}",
             "they wait until a probe succeeds, and use up no attempts",
-            "repair what the error of this breaker names: pgoutbox breaker list",
+            "repair what the error names, such as the server, the account or the target; then a probe closes the "
+            f"breaker, or at once: pgoutbox breaker close {shlex.quote(queue['breaker'])}",
             queue=name,
             breaker=queue["breaker"],
         )
@@ -471,7 +509,7 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
     within = f"failed within the last {duration(seconds)}"
     for row in causes:
         more_exist = row["message_count"] >= context.limits.failures_read
-        count = pluralize(row["messages"], "message") + (" or more" if more_exist else "")
+        count = Count(row["messages"], "at least" if more_exist else "exactly")
         yield warning(
             "messages-failed",
             f"{count} of {row['topic']} {within}: {_quoted(context, row['error'])}",
@@ -479,6 +517,7 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             f"see them by cause: pgoutbox failures --topic {row['topic']}; fix the cause, then run: "
             f"pgoutbox redrive --group {row['error_group']}; if nobody can deliver them: "
             f"pgoutbox dismiss --group {row['error_group']} --reason 'your reason'",
+            messages=count,
             topic=row["topic"],
             group=row["error_group"],
         )
@@ -496,17 +535,17 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
 def check_destinations(context: DoctorContext) -> Iterator[Note]:
     """Check that the destination of each pending message has a transport."""
     settings = context.settings
-    waiting: dict[str, int] = {}
-    for row in context.ask(sql.PENDING_TOPICS):
+    waiting: dict[str, Count] = {}
+    for row in context.ask(sql.PENDING_TOPICS, _EVERYWHERE):
         if row["scheme"] is not None:
-            waiting[row["scheme"]] = waiting.get(row["scheme"], 0) + row["messages"]
+            waiting[row["scheme"]] = waiting.get(row["scheme"], Count(0)) + _count_of(row)
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
     keys = [missing_key(scheme) for scheme in missing]
     reported = {row["key"] for row in context.ask(sql.MISSING_TRANSPORTS, {"keys": keys})} if missing else set()
     running, runs = _workers(context)
     has_workers = bool(running or runs)
     for scheme, count in missing.items():
-        what = f"{pluralize(count, 'message')} for {scheme} destinations"
+        what = f"{count} for {scheme} destinations"
         if has_workers and missing_key(scheme) not in reported:
             # On call, people run the doctor without the settings of the workers.
             yield skipped(
@@ -531,6 +570,10 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
             "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
     yield all_ok("destinations-in-order", "all destinations of pending messages have a transport")
+
+
+def _count_of(row: DictRow) -> Count:
+    return Count(row["messages"], "at least" if row["is_capped"] else "exactly")
 
 
 def _quoted(context: DoctorContext, error: str | None) -> str:

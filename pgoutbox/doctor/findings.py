@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import psycopg
 from psycopg.errors import InsufficientPrivilege, QueryCanceled
 
-from pgoutbox.text import one_line
+from pgoutbox.text import Count, one_line
 
 MAX_QUOTE_LENGTH: Final = 200
 HOW_TO: Final = "https://pgoutbox.github.io/pgoutbox/latest/how-to"
@@ -31,7 +31,8 @@ class Finding:
     """A fault that a check found, its effect and its fix. A finding without a fault has only `what`.
 
     `code` names the cause. It stays the same when the texts change. `about` names the queue, the topic, the group of
-    failures or the breaker that the finding is about.
+    failures, the breaker or the message that the finding is about. `messages` is how many the fault holds back or has
+    ended, 0 if that is not known.
     """
 
     check: str
@@ -41,6 +42,12 @@ class Finding:
     why: str | None = None
     fix: str | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    messages: Count = Count(0)  # noqa: RUF009 - it is immutable
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """The order in which a person should read findings: problems first, then those that hold back most messages."""
+        return self.level is not Level.PROBLEM, -self.messages.messages
 
 
 class Note(NamedTuple):
@@ -52,10 +59,41 @@ class Note(NamedTuple):
     why: str | None = None
     fix: str | None = None
     about: Mapping[str, str] = {}
+    messages: Count = Count(0)
     if_alone: bool = False
 
 
 Notes = Iterable[Note]
+_UNKNOWN: Final = Count(0)
+# Why messages are not delivered, in a few words.
+_CAUSES: Final[Mapping[str, str]] = {
+    "due-without-worker": "no worker is running",
+    "due-behind-breaker": "{breaker} does not take them",
+    "due-in-unserved-queue": "no worker serves queue {queue}",
+    "due-without-handler": "topic {topic} has no handler",
+    "due-behind-failed": "message {message} halts its key in queue {queue}",
+    "due-unclaimed": "no worker claims those of queue {queue}",
+}
+_CAUSES_IN_VERDICT: Final = 2
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the state of delivery in a sentence, from the findings of `examine_delivery`."""
+    problems = [finding for finding in findings if finding.level is Level.PROBLEM]
+    if not problems:
+        rest = f", with {pluralize(len(findings), 'warning')}" if findings else ""
+        return f"Messages are delivered{rest}."
+    total = sum((finding.messages for finding in problems), start=Count(0))
+    causes = list(
+        dict.fromkeys(_CAUSES[found.code].format_map(found.about) for found in problems if found.code in _CAUSES)
+    )
+    if not causes or not total.messages:
+        return f"There {'is' if len(problems) == 1 else 'are'} {pluralize(len(problems), 'problem')}."
+    told = causes[:_CAUSES_IN_VERDICT]
+    if len(causes) > len(told):
+        told.append(f"and {pluralize(len(causes) - len(told), 'more cause')}")
+    what = f"{total} {'is' if total.messages == 1 else 'are'} not delivered: {'; '.join(told)}."
+    return what[0].upper() + what[1:]
 
 
 def ok(code: str, what: str) -> Note:
@@ -73,14 +111,14 @@ def skipped(code: str, what: str, fix: str | None = None) -> Note:
     return Note(Level.SKIPPED, code, what, None, fix)
 
 
-def warning(code: str, what: str, why: str, fix: str, **about: str) -> Note:
+def warning(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Note:
     """Report a fault that can lead to a problem, or a deliberate setting that may have been forgotten."""
-    return Note(Level.WARNING, code, what, why, fix, about)
+    return Note(Level.WARNING, code, what, why, fix, about, messages)
 
 
-def problem(code: str, what: str, why: str, fix: str, **about: str) -> Note:
+def problem(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Note:
     """Report a fault that stops delivery, loses messages, or lets others in."""
-    return Note(Level.PROBLEM, code, what, why, fix, about)
+    return Note(Level.PROBLEM, code, what, why, fix, about, messages)
 
 
 def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:

@@ -107,7 +107,7 @@ def examine(
 def examine_delivery(
     connection: psycopg.Connection[Any], settings: Settings, outbox: Outbox | None = None
 ) -> list[Finding]:
-    """Return the problems and warnings of delivery, problems first: what a person on call has to know.
+    """Return the problems and warnings of delivery, each cause once, the worst first: what a person on call must know.
 
     Runs in the transaction of the connection, if there is one.
     """
@@ -120,7 +120,24 @@ def examine_delivery(
     )
     found = [finding for check, ask in _DELIVERY_CHECKS.items() for finding in run_check(check, partial(ask, context))]
     faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
-    return sorted(faults, key=lambda finding: finding.level is not Level.PROBLEM)
+    return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
+
+
+def _without_repetitions(faults: list[Finding]) -> list[Finding]:
+    """Leave out the findings of a cause that another one names together with the messages that it holds back."""
+    late = [finding for finding in faults if finding.check == "due"]
+    breakers = {finding.about.get("breaker") for finding in late}
+
+    def is_told(finding: Finding) -> bool:
+        match finding.code:
+            case "breaker-open":
+                return finding.about["breaker"] in breakers
+            case "no-worker":
+                return any(other.code == "due-without-worker" for other in late)
+            case _:
+                return False
+
+    return [finding for finding in faults if not is_told(finding)]
 
 
 def _check_database(context: DoctorContext) -> Iterator[Finding]:

@@ -129,6 +129,22 @@ def test_no_read_exceeds_its_limit_of_rows(
     assert "Gather" not in str(plan), "the plan uses parallel workers"
 
 
+def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycopg.Connection) -> None:
+    """A search for the next queue with a retry would read all fresh messages of those that have none."""
+    db.execute(
+        "INSERT INTO pgoutbox.message (topic, queue, payload) SELECT 'mail', 'queue-' || n % 50, '{}' "
+        "FROM generate_series(1, 10000) AS n"
+    )
+    db.execute("VACUUM ANALYZE pgoutbox.message_live")
+    with db.transaction(), operator_connection.limiting(30):
+        operator_connection.prepare(db)
+        db.execute(sql.PREPARE_PAGE)
+        statement = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON, TIMING OFF) {sql.RANK_QUEUES}"
+        parameters = {"prefix": "", "queues": 1000, "cap": 1, "limit": 5}
+        (((plan,),),) = db.execute(statement.encode(), parameters).fetchall()
+    assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 50 * 40
+
+
 def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:
     minute = Minute(timedelta.max)  # type: ignore[arg-type] # the time does not matter
     assert percentiles([minute], [0.5]) == [None]

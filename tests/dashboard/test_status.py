@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 CANARY: Final = "c4n4ry"
 NAMES: Final = {
     "": {
-        "time", "status", "findings", "messages", "failed_of_day", "oldest_due_seconds", "queues", "breakers",
-        "redirects", "is_copy", "workers",
+        "time", "status", "verdict", "findings", "messages", "failed_of_day", "oldest_due_seconds", "queues",
+        "breakers", "redirects", "is_copy", "workers",
     },
-    "findings": {"check", "level", "code", "what", "why", "fix", "about"},
+    "findings": {"check", "level", "code", "what", "why", "fix", "about", "messages"},
     "queues": {"queue", "due", "scheduled", "sending", "oldest_due_seconds", "paused_at", "resume_at"},
     "breakers": {"key", "opened_at", "retry_at", "last_error"},
     "workers": {"worker", "queues", "topics", "in_flight", "ended_at"},

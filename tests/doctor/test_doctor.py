@@ -1074,7 +1074,9 @@ class TestDue:
         db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", (first,))
         enqueue(db, "mail", ordering_key="order-7")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
-        expect(found(dsn, "due"), Level.WARNING, "due-behind-failed", "1", "redrive")
+        expect(
+            found(dsn, "due"), Level.PROBLEM, "due-behind-failed", f"message is {first}", f"pgoutbox redrive {first}"
+        )
 
     def test_an_earlier_message_of_the_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db, "mail", ordering_key="order-7")
@@ -1135,6 +1137,91 @@ class TestDue:
         db.execute(HOUR_AGO)
         put(db, State.SENDING)
         expect(found(dsn, "due"), Level.WARNING, "due-overloaded", "PGOUTBOX_CONCURRENCY")
+
+    @pytest.mark.slow
+    def test_a_large_backlog_has_the_findings_of_a_small_one(self, dsn: str, db: psycopg.Connection) -> None:
+        """Each cause is named with the queue that it holds back, however many messages of another queue are late."""
+        report(db, "a", ["mail", "crowded", "bookings", "paused"], ["mail", "mail.lost"])
+        db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('paused', now())")
+        db.execute(
+            "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES (%s, ARRAY[pgoutbox._hold_of(%s, %s, %s)], now(), now(), 60, %s, %s)",
+            ("smtp:mx", "crowded", "mail", "smtp:x", "w", "refused"),
+        )
+        failed = put(db, State.FAILED, ordering_key="k", queue="bookings")
+        db.execute("UPDATE pgoutbox.message SET halts_key = true WHERE id = %s", (failed,))
+        add = """
+            INSERT INTO pgoutbox.message (topic, queue, destination, ordering_key, payload, available_at)
+            SELECT topic, queue, 'smtp:x', ordering_key, '{}', now() - interval '1 h'
+            FROM (VALUES
+                ('mail', 'crowded', NULL, %(large)s), ('mail', 'unserved', NULL, %(large)s),
+                ('mail', 'bookings', 'k', 30), ('mail', 'paused', NULL, 30), ('lost', 'mail', NULL, 30),
+                ('mail', 'second', NULL, 1)
+            ) AS kind(topic, queue, ordering_key, count), generate_series(1, count)
+        """
+        readings, notes = [], []
+        for large in (30, 12_000):
+            db.execute("DELETE FROM pgoutbox.message_live")
+            db.execute(add, {"large": large})
+            db.execute("ANALYZE pgoutbox.message_live")
+            notes = found(dsn, "due")
+            readings.append([(note.level, note.code, note.about) for note in notes])
+        assert sorted(note.code for note in notes) == [
+            "due-behind-breaker", "due-behind-failed", "due-in-unserved-queue", "due-in-unserved-queue", "due-paused",
+            "due-without-handler",
+        ]  # fmt: skip
+        assert readings[0] == readings[1]
+        assert any("at least 1,666 messages due" in note.what for note in notes)
+        assert any("queue mail: 30 messages due" in note.what for note in notes)
+
+    def test_a_cap_is_noticed_in_each_lane(self, dsn: str, db: psycopg.Connection) -> None:
+        report(db, "a", ["big"], ["mail"])
+        db.execute(
+            "INSERT INTO pgoutbox.message (topic, queue, ordering_key, lane, attempt_count, payload, available_at) "
+            "SELECT 'mail', 'big', 'k' || n, n % 2, n % 2, '{}', now() - interval '1 h' FROM generate_series(1, 300) n"
+        )
+        for number in range(49):
+            enqueue(db, queue=f"other-{number}")
+        db.execute(HOUR_AGO)
+        assert any("queue big: at least 200 messages due" in note.what for note in found(dsn, "due"))
+
+    def test_the_breaker_that_holds_most_messages_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        for key, destination, count in (("a-small", "https://a.example/", 1), ("z-big", "https://z.example/", 30)):
+            for _ in range(count):
+                enqueue(db, destination=destination)
+            db.execute(
+                "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
+                " SELECT %s, ARRAY[pgoutbox._hold_of(queue, topic, destination)], now(), now(), 60, 'w', 'no ' || %s"
+                " FROM pgoutbox.message WHERE destination = %s LIMIT 1",
+                (key, key, destination),
+            )
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "due-behind-breaker", "breaker of z-big", "no z-big")
+
+    def test_a_message_that_others_hide_is_still_undelivered(self, dsn: str, db: psycopg.Connection) -> None:
+        for number in range(60):
+            enqueue(db, queue=f"other-{number}")
+        retried = [put(db, queue="z") for _ in range(21)]
+        db.execute(
+            "UPDATE pgoutbox.message SET lane = 1, attempt_count = 1, available_at = now() + interval '1 h',"
+            " created_at = now() - interval '99 h', attempts = jsonb_build_array(jsonb_build_object("
+            "'attempt_count', 1, 'times', 1, 'outcome', 'retry', 'worker', 'w', 'started_at', now() - interval '99 h',"
+            " 'ended_at', now())) WHERE id = %s",
+            (retried[-1],),
+        )
+        assert any(f"message {retried[-1]}" in note.what for note in found(dsn, "undelivered"))
+
+    def test_queues_without_any_worker_are_one_finding(self, dsn: str, db: psycopg.Connection) -> None:
+        for number in range(60):
+            enqueue(db, queue=f"tenant-{number}")
+        db.execute(HOUR_AGO)
+        expect(
+            found(dsn, "due"),
+            Level.PROBLEM,
+            "due-without-worker",
+            "at least 50 of 60 queues: at least 50 messages",
+            "tenant-0, tenant-1,",
+        )
 
 
 @pytest.mark.slow

@@ -416,7 +416,7 @@ def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done])
     done = cli("doctor", "--json")
     assert done.err == ""
     for line in done.lines:
-        assert list(line) == ["check", "level", "code", "what", "why", "fix", "about"]
+        assert list(line) == ["check", "level", "code", "what", "why", "fix", "about", "messages"]
         assert (line["level"] in ("warning", "problem")) == (line["why"] is not None)
     assert len(done.lines) > 25
 

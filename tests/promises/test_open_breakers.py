@@ -351,7 +351,7 @@ async def test_list_and_doctor_name_the_breaker_as_the_cause(
 
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour' WHERE attempt_count = 0")
     examined = run_process("doctor", dsn=dsn).out
-    assert "wait behind the open breaker of smtp:" in examined
+    assert "wait behind the breaker of smtp:" in examined
 
 
 async def test_a_worker_believes_the_end_of_a_breaker_that_another_worker_has_closed(

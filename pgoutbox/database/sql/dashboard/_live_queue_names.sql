@@ -3,7 +3,8 @@
 WITH RECURSIVE named(queue, number) AS (
     SELECT '' COLLATE "C", 0
     UNION ALL
-    -- This leaps along the index of each lane to the next name, because DISTINCT would read every message.
+    -- This leaps along the indexes to the next name, because DISTINCT would read every message. It names no lane: of a
+    -- queue without retries, a search for one would read all messages.
     SELECT next.queue, n.number + 1
     FROM named AS n
     CROSS JOIN LATERAL (
@@ -11,14 +12,7 @@ WITH RECURSIVE named(queue, number) AS (
         FROM (
             (
                 SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lane = 0 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
-                    AND m.queue > n.queue AND m.queue >= %(prefix)s::text
-                ORDER BY m.queue LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT m.queue FROM pgoutbox.message_view AS m
-                WHERE m.lane = 1 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
+                WHERE m.ordering_key IS NULL AND m.state IN ('pending', 'sending')
                     AND m.queue > n.queue AND m.queue >= %(prefix)s::text
                 ORDER BY m.queue LIMIT 1
             )

@@ -1,58 +1,90 @@
--- Messages that have been due for longer than `seconds`, by queue, with the possible reasons.
-WITH holds AS MATERIALIZED (
+-- Messages that have been due for longer than `seconds`, by queue, with the possible reasons, those that are late for
+-- longest first. The queues share `rows`, of each lane, so that a backlog of one hides no other, and a large backlog has the
+-- findings of a small one. A number of messages is exact unless `is_capped`.
+\ir ../dashboard/_live_queue_names.sql
+, late AS MATERIALIZED (
+    SELECT l.queue, l.until_at, first.available_at AS oldest_at, count(*) OVER () AS queue_count
+    FROM (
+        SELECT named.queue, now() - make_interval(secs => %(seconds)s::float8) AS until_at, 1 AS rows
+        FROM named
+        WHERE named.number > 0
+    ) AS l
+    CROSS JOIN LATERAL (
+        SELECT min(m.available_at) AS available_at
+        FROM (
+            \ir _pending.sql
+        ) AS m
+    ) AS first
+    WHERE first.available_at IS NOT NULL
+    ORDER BY first.available_at, l.queue
+    LIMIT 50
+), holds AS MATERIALIZED (
     SELECT b.key, held.hold
     FROM pgoutbox.breaker_view AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
-), late AS (
-    SELECT
-        m.queue,
-        m.topic,
-        m.available_at,
-        (
-            SELECT min(h.key) FROM holds AS h WHERE h.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
-        ) AS breaker,
-        m.ordering_key IS NOT NULL AND EXISTS (
-            SELECT
-            FROM pgoutbox.message_view AS f
-            WHERE f.state = 'failed'
-                AND f.queue = m.queue
-                AND f.ordering_key = m.ordering_key
-                AND f.halts_key
-                AND f.id < m.id
-        ) AS is_halted,
-        m.ordering_key IS NOT NULL AND EXISTS (
-            SELECT
-            FROM pgoutbox.message_view AS earlier
-            WHERE earlier.state IN ('pending', 'sending')
-                AND earlier.queue = m.queue
-                AND earlier.ordering_key = m.ordering_key
-                AND earlier.id < m.id
-        ) AS is_behind
-    FROM pgoutbox.message_view AS m
-    WHERE m.state = 'pending' AND m.available_at < now() - make_interval(secs => %(seconds)s::float8)
-    LIMIT 10000
 ), counted AS (
     SELECT
         l.queue,
-        count(*) AS messages,
-        extract(epoch FROM now() - min(l.available_at))::float8 AS oldest_seconds,
-        coalesce(array_agg(DISTINCT l.topic) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind), '{}') AS topics,
-        count(*) FILTER (WHERE l.is_halted) AS halted,
-        count(*) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind) AS free,
-        min(l.breaker) AS breaker,
-        count(l.breaker) AS held
-    FROM late AS l
-    GROUP BY l.queue
+        l.oldest_at,
+        l.queue_count,
+        found.*
+    FROM (
+        SELECT late.*, %(rows)s::bigint / count(*) OVER () AS rows FROM late
+    ) AS l
+    CROSS JOIN LATERAL (
+        SELECT
+            count(*) AS messages,
+            coalesce(max(one.number) >= l.rows, false) AS is_capped,
+            coalesce(array_agg(DISTINCT one.topic) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind), '{}') AS topics,
+            count(*) FILTER (WHERE one.halted_by IS NOT NULL) AS halted,
+            count(*) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind) AS free,
+            mode() WITHIN GROUP (ORDER BY one.breaker) AS breaker,
+            count(one.breaker) AS held,
+            min(one.halted_by) AS halted_by
+        FROM (
+            SELECT
+                m.topic,
+                (
+                    SELECT min(h.key) FROM holds AS h WHERE h.hold = pgoutbox._hold_of(l.queue, m.topic, m.destination)
+                ) AS breaker,
+                CASE WHEN m.ordering_key IS NOT NULL THEN (
+                    SELECT min(f.id)
+                    FROM pgoutbox.message_view AS f
+                    WHERE f.state = 'failed'
+                        AND f.queue = l.queue
+                        AND f.ordering_key = m.ordering_key
+                        AND f.halts_key
+                        AND f.id < m.id
+                ) END AS halted_by,
+                m.ordering_key IS NOT NULL AND EXISTS (
+                    SELECT
+                    FROM pgoutbox.message_view AS earlier
+                    WHERE earlier.state IN ('pending', 'sending')
+                        AND earlier.queue = l.queue
+                        AND earlier.ordering_key = m.ordering_key
+                        AND earlier.id < m.id
+                ) AS is_behind,
+                count(*) OVER (PARTITION BY m.part) AS number
+            FROM (
+                \ir _pending.sql
+            ) AS m
+        ) AS one
+    ) AS found
 )
 SELECT
     c.queue,
     c.messages,
-    c.oldest_seconds,
+    c.is_capped,
+    extract(epoch FROM now() - c.oldest_at)::float8 AS oldest_seconds,
+    c.queue_count,
     c.topics,
     c.halted,
+    c.halted_by,
     c.free,
     c.breaker,
     c.held,
+    b.last_error,
+    extract(epoch FROM now() - b.opened_at)::float8 AS open_seconds,
     q.is_paused,
     q.rate_count,
     q.rate_seconds,
@@ -66,5 +98,5 @@ SELECT
     CASE WHEN q.max_in_flight IS NOT NULL THEN q.in_flight END AS in_flight
 FROM counted AS c
 LEFT JOIN pgoutbox.queue_view AS q ON q.name = c.queue
-ORDER BY c.queue
-LIMIT 50
+LEFT JOIN pgoutbox.breaker_view AS b ON b.key = c.breaker
+ORDER BY c.oldest_at, c.queue

@@ -1,14 +1,29 @@
--- Pending messages, by topic and scheme of the destination.
+-- Pending messages, by topic and scheme of the destination: of each queue those that are due first. They are all there
+-- are, unless `is_capped`: then other topics may wait behind them.
+\ir ../dashboard/_live_queue_names.sql
+, counted AS (
+    SELECT
+        one.topic,
+        one.destination,
+        count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
+    FROM (
+        SELECT
+            named.queue,
+            'infinity'::timestamptz AS until_at,
+            greatest(50, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
+        FROM named
+        WHERE named.number > 0
+    ) AS l
+    CROSS JOIN LATERAL (
+        \ir _pending.sql
+    ) AS one
+)
 SELECT
-    m.topic,
-    CASE WHEN strpos(m.destination, ':') > 0 THEN lower(split_part(m.destination, ':', 1)) END AS scheme,
-    count(*) AS messages
-FROM (
-    SELECT live.topic, live.destination
-    FROM pgoutbox.message_view AS live
-    WHERE live.state = 'pending'
-    LIMIT 100000
-) AS m
+    c.topic,
+    CASE WHEN strpos(c.destination, ':') > 0 THEN lower(split_part(c.destination, ':', 1)) END AS scheme,
+    count(*) AS messages,
+    (SELECT bool_or(every.is_capped) FROM counted AS every) AS is_capped
+FROM counted AS c
 GROUP BY 1, 2
 ORDER BY 1, 2
 LIMIT 1000
