@@ -14,7 +14,7 @@ for the next days. `reschedule` without a time makes it due now:
 E-mail to a wrong address fails, and the rest arrives. A redrive sends it to the corrected address:
 
     psql "$PGOUTBOX_DSN" -c "UPDATE chat_user SET email = 'dan@example.org' WHERE id = 4"
-    pgoutbox redrive --all-failed --yes
+    pgoutbox redrive --all --yes
 
 `pgoutbox pause deferred` stops the digests on all hosts. A host delivers only the queues of its workers.
 """

@@ -20,7 +20,7 @@ from pgoutbox.enqueue.payloads import fit
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
-from pgoutbox.operations import Correction, CorrectResult, MessageResult, Operator
+from pgoutbox.operations import Correction, MessageResult, Operator
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
@@ -164,7 +164,7 @@ def draft_message(outbox: Outbox, topic: str | Topic[Any], payload: object, **op
 
 def correct_message(
     operator: Operator, outbox: Outbox | None, message_id: int, correction: Correction
-) -> MessageResult[CorrectResult]:
+) -> MessageResult:
     """Correct a message like `Operator.correct`, after its topic's model has checked the payload.
 
     Without an outbox no model checks it. Raises like `Operator.correct`, `MessageNotFoundError`, and

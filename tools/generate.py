@@ -34,7 +34,7 @@ from pgoutbox.enqueue.producer import Calls, Producer
 from pgoutbox.observability import measures
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
-from pgoutbox.operations.records import BulkChanges
+from pgoutbox.operations.acts import ActArguments
 from pgoutbox.redaction import OWN_FIELD, REDACTED, text_forms
 from pgoutbox.settings import Settings, fields_of, variable_of
 from pgoutbox.topics import FanoutOptions, MessageOptions
@@ -791,8 +791,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
 
 
 def _unpacked(parameter: inspect.Parameter) -> Iterator[str]:
-    if str(parameter.annotation) == f"Unpack[{BulkChanges.__name__}]":
-        for name, value in BulkChanges.__annotations__.items():
+    if str(parameter.annotation) == f"Unpack[{ActArguments.__name__}]":
+        for name, value in ActArguments.__annotations__.items():
             yield f"{name}: {_annotation(value).removesuffix(' | None')} = None"
     else:
         yield f"**{parameter.name}: {_annotation(parameter.annotation).removeprefix('Unpack[').removesuffix(']')}"

@@ -11,7 +11,7 @@ import typer
 
 from pgoutbox.cli.arguments import Json
 from pgoutbox.cli.console import print_json, print_line
-from pgoutbox.cli.program import app
+from pgoutbox.cli.program import app, stated_person
 
 
 @app.command()
@@ -42,11 +42,18 @@ def _print_version(given: bool) -> None:  # noqa: FBT001 - Typer passes the valu
 @app.callback()
 def main(
     *,
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001 - its callback prints it
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    person: Annotated[
+        str | None,
+        typer.Option("--as", metavar="NAME", help="Who acts, for the audit (default: the account of this machine)."),
+    ] = None,
 ) -> None:
     """Transactional outbox on PostgreSQL. PGOUTBOX_DSN selects the database."""
+    if person is not None and not (person.isprintable() and 1 <= len(person.strip()) <= 200):
+        raise typer.BadParameter("--as: give a name of 1 to 200 characters, on one line")
+    stated_person.set(person and person.strip())
 
 
 @app.command()

@@ -7,10 +7,11 @@ command in a transaction that is rolled back.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Annotated, Final, cast
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Final, cast
 
 import typer
 from pydantic import JsonValue
@@ -24,6 +25,7 @@ from pgoutbox.cli.arguments import (
     expanded,
     load_outbox,
     parse_due_time,
+    parse_duration,
     parse_id,
     read_ids,
 )
@@ -47,56 +49,67 @@ from pgoutbox.cli.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.operations import (
-    Action,
-    Correction,
-    MessageFilter,
-    MessageResult,
-    Operator,
-    RedriveResult,
-    ResendResult,
-)
-from pgoutbox.operations.operator import KINDS
-from pgoutbox.operations.records import AnyResult, BulkAction, BulkChanges
+from pgoutbox.operations import Action, ActResult, Correction, MessageFilter, MessageResult, Operator
+from pgoutbox.operations.acts import ACTS, DID, Act, ActArguments, ActName
 from pgoutbox.settings import Settings
 
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
 _COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
 _CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "headers")
-_DONE: Final[Mapping[str, str]] = {
-    "redriven": "pending again",
-    "resent": "resent",
-    "rescheduled": "rescheduled",
-    "dismissed": "dismissed",
-    "corrected": "corrected, and pending",
-    "released": "taken from its worker, and tried again when the lease ends",
-    "cancelled": "cancelled",
-    "requested": "asked to stop; its handler is notified, and it is not retried",
+
+# For each argument of an act: its type, and its option.
+_OPTIONS: Final[Mapping[str, Any]] = {
+    "reason": Annotated[str, typer.Option("--reason", help="For the audit: why.")],
+    "duration": Annotated[
+        timedelta,
+        typer.Option("--for", parser=parse_duration, metavar="DURATION", help="From now on, such as 30m, 12h or 2d."),
+    ],
+    "available_at": Annotated[
+        datetime | None,
+        typer.Option(
+            "--at",
+            parser=parse_due_time,
+            metavar="TIME",
+            help="Due time, such as 2026-11-21T10:00Z, or 2h from now (default: now).",
+        ),
+    ],
 }
 
 
-@app.command()
-@expanded
-def redrive(
-    options: BulkOptions,
-    *,
-    all_failed: Annotated[
-        bool, typer.Option("--all-failed", help="Select all failed messages that match the filter.")
-    ] = False,
-    states: Annotated[
-        list[State] | None, typer.Option("--state", help="failed or cancelled (default: failed). Repeatable.")
-    ] = None,
-) -> None:
-    """Make failed and cancelled messages pending again.
+def _add(act: Act) -> None:
+    """Add the command of an act."""
 
-    Each message gets its initial number of attempts. Superseded messages are left alone.
-    """
-    _run("redrive", options, options.filter(states), everything=all_failed)
+    def command(
+        options: BulkOptions, *, every: bool = False, states: list[State] | None = None, **changes: Unpack[ActArguments]
+    ) -> None:
+        _run(act.name, options, options.filter(states), everything=every, **changes)
+
+    own = {argument.name: _OPTIONS[argument.name] for argument in act.arguments}
+    every = typer.Option("--all", help=f"Select all {' and '.join(act.usual)} messages that match the filter.")
+    declared: dict[str, Any] = {"options": BulkOptions, **own}
+    if act.for_all:
+        declared["every"] = Annotated[bool, every]
+    if len(act.states) > 1:
+        usual = "both" if act.usual == act.states else act.usual[0]
+        states = typer.Option("--state", help=f"{' or '.join(act.states)} (default: {usual}). Repeatable.")
+        declared["states"] = Annotated[list[State] | None, states]
+    needed = {argument.name for argument in act.arguments if argument.required} | {"options"}
+    command.__doc__ = f"{act.says}\n\n{act.more}"
+    parameters = []
+    for name, kind in declared.items():
+        default = inspect.Parameter.empty if name in needed else False if name == "every" else None
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(act.name)(expanded(command))
+
+
+for _act in ACTS.values():
+    if _act.name not in ("correct", "cancel"):  # They have further options.
+        _add(_act)
 
 
 @app.command()
@@ -151,70 +164,6 @@ def _correction_of(changes: list[str]) -> Correction:
         else:
             correction[name] = value or None
     return cast("Correction", correction)
-
-
-@app.command()
-@expanded
-def release(
-    options: BulkOptions,
-    *,
-    every: Annotated[bool, typer.Option("--all", help="Select all messages in flight that match the filter.")] = False,
-) -> None:
-    """Take messages in flight away from their workers, for attempts that do not end.
-
-    A worker stops the attempt within seconds. It counts as lost when its lease ends, and the message is tried again: it
-    may be delivered twice.
-    """
-    _run("release", options, options.filter(), everything=every)
-
-
-@app.command()
-@expanded
-def dismiss(
-    options: BulkOptions,
-    *,
-    reason: Annotated[str, typer.Option("--reason", help="Why nobody will deliver them, for the audit.")],
-    all_failed: Annotated[
-        bool, typer.Option("--all-failed", help="Select all failed messages that match the filter.")
-    ] = False,
-) -> None:
-    """End failed messages as skipped.
-
-    The message and the audit record who dismissed it, and why.
-    """
-    _run("dismiss", options, options.filter(), everything=all_failed, reason=reason)
-
-
-@app.command()
-@expanded
-def reschedule(
-    options: BulkOptions,
-    *,
-    at: Annotated[
-        datetime | None,
-        typer.Option(
-            parser=parse_due_time,
-            metavar="TIME",
-            help="Due time, such as 2026-11-21T10:00Z, or 2h from now (default: now).",
-        ),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Select all pending messages that match the filter.")] = False,
-) -> None:
-    """Make pending messages due now, or at another time.
-
-    Also brings the next attempt of a failing message forward. Superseded messages are left alone.
-    """
-    _run("reschedule", options, options.filter(), everything=every, available_at=at)
-
-
-@app.command()
-@expanded
-def resend(options: BulkOptions) -> None:
-    """Enqueue copies of sent messages and print their ids.
-
-    Superseded messages are left alone.
-    """
-    _run("resend", options, options.filter(), everything=False)
 
 
 @app.command()
@@ -304,7 +253,7 @@ def audit(
 
 
 def _run(
-    action: BulkAction, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Unpack[BulkChanges]
+    action: ActName, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Unpack[ActArguments]
 ) -> None:
     by_filter = everything or bool(which.given())
     if [bool(options.message_ids), options.file is not None, by_filter].count(True) != 1:
@@ -323,11 +272,11 @@ def _trying(operator: Operator, options: BulkOptions) -> contextlib.AbstractCont
     return operator.dry_run() if options.dry_run else contextlib.nullcontext()
 
 
-def _print_results(action: BulkAction, results: Sequence[MessageResult[AnyResult]], options: BulkOptions) -> None:
+def _print_results(action: ActName, results: Sequence[MessageResult], options: BulkOptions) -> None:
     """Print the result of each message, and exit with 1 if one was left alone."""
     refused = done = 0
     for result in results:
-        is_refused = not result.is_done and result.result != CancelResult.ALREADY_CANCELLED
+        is_refused = not result.is_done and result.result != ActResult.ALREADY_CANCELLED
         refused += is_refused
         done += result.is_done
         other_id = None if options.dry_run and result.is_done else result.other_id
@@ -335,10 +284,10 @@ def _print_results(action: BulkAction, results: Sequence[MessageResult[AnyResult
             print_json({"id": result.id, "result": result.result, "other_id": other_id})
         elif is_refused:
             print_error(f"message {result.id} {result.explanation}")
-        elif result.result is ResendResult.RESENT and not options.dry_run:
+        elif result.result is ActResult.RESENT and not options.dry_run:
             print_line(str(other_id))
         elif result.is_done:
-            print_line(f"message {result.id}: {'would be ' if options.dry_run else ''}{_DONE[result.result]}")
+            print_line(f"message {result.id}: {'would be ' if options.dry_run else ''}{DID[result.result]}")
         else:
             print_line(f"message {result.id} {result.explanation}")
     if options.dry_run and not options.as_json and len(results) > 1:
@@ -347,7 +296,7 @@ def _print_results(action: BulkAction, results: Sequence[MessageResult[AnyResult
         raise typer.Exit(FAILED)
 
 
-def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilter, changes: BulkChanges) -> None:
+def _run_by_filter(action: ActName, options: BulkOptions, which: MessageFilter, changes: ActArguments) -> None:
     """Count, preview or confirm, act, and print the totals. Exit with 1 if messages were locked."""
     try:
         which = which.limited_to(action)
@@ -374,14 +323,12 @@ def _run_by_filter(action: BulkAction, options: BulkOptions, which: MessageFilte
                 for result in batch.results:
                     (done if result.is_done else left)[result.result] += 1
                 report(done.total() + left.total())
-    results = list[str](KINDS[action].result.__members__.values())
     if options.as_json:
-        print_json({result: (done + left)[result] for result in results})
+        print_json({result: (done + left)[result] for result in ACTS[action].results.split()})
     else:
-        usual, *_ = results
         left_alone = f"; left alone: {_words(left)}" if left else ""
-        print_line((_words(done) or f"0 {usual}") + left_alone)
-    if left[RedriveResult.LOCKED]:
+        print_line((_words(done) or f"0 {ACTS[action].done}") + left_alone)
+    if left[ActResult.LOCKED]:
         raise typer.Exit(FAILED)
 
 
@@ -390,7 +337,7 @@ def _words(counts: Counter[str]) -> str:
 
 
 def _print_preview(
-    operator: Operator, settings: Settings, action: BulkAction, which: MessageFilter, count: int, *, as_json: bool
+    operator: Operator, settings: Settings, action: ActName, which: MessageFilter, count: int, *, as_json: bool
 ) -> None:
     names_of = redacted_names_of(settings)
     first = [

@@ -16,6 +16,7 @@ import psycopg
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
 from pgoutbox.database.server import missing_object
 from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError, NotReadyError, PgOutboxError
+from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SECRET_VARIABLES
 from pgoutbox.text import one_line
 
@@ -45,7 +46,7 @@ _ROLES: Final = (
     (r"enqueue\w*|is_known_topic", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (
-        r"redrive|resend|dismiss|reschedule|close_breaker|\w+_redirect|adopt|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+",
+        rf"{'|'.join(ACTS)}|close_breaker|\w+_redirect|adopt|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+",
         "pgoutbox_operator",
     ),
     (

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, Final
 
@@ -19,28 +20,38 @@ from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, prin
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.operations import ListedMessage, Operator
+from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
-_ORDER: Final = (
-    *("demo", "migrate", "worker", "topics", "enqueue", "send"),
-    *("list", "show", "failures", "stats", "top", "tail", "workers"),
-    *("redrive", "dismiss", "reschedule", "resend", "cancel", "prune", "retention", "queues", "pause", "resume"),
-    *("limit", "redirect", "adopt", "audit"),
-    *("export", "erase", "mentions"),
-    *("doctor", "web"),
-)
+# The commands by task, in the order of first use.
+TASKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Set up and run": ("demo", "migrate", "worker", "web", "doctor", "version"),
+    "Enqueue": ("topics", "enqueue", "send"),
+    "Look": ("list", "show", "failures", "stats", "top", "tail", "workers", "queues", "audit"),
+    "Act on messages": tuple(ACTS),
+    "Control delivery": ("pause", "resume", "limit", "breaker", "redirect", "adopt"),
+    "Keep, delete and hand out": ("retention", "prune", "export", "erase", "mentions"),
+}
+_ORDER: Final = [name for names in TASKS.values() for name in names]
 
 
-class _InOrder(typer.core.TyperGroup):
-    """Lists the commands in the order of first use."""
+class _ByTask(typer.core.TyperGroup):
+    """Lists the commands by task."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer does not export its type
-        names = super().list_commands(ctx)
-        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+        return sorted(super().list_commands(ctx), key=_ORDER.index)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        known = {name: command for name in self.list_commands(ctx) if (command := self.get_command(ctx, name))}
+        width = max(map(len, known))
+        for task, names in TASKS.items():
+            with formatter.section(task):
+                shown = [name for name in names if name in known]
+                formatter.write_dl([(name.ljust(width), known[name].get_short_help_str(74 - width)) for name in shown])
 
 
 app = typer.Typer(
-    cls=_InOrder,
+    cls=_ByTask,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -53,13 +64,19 @@ def read_settings(dsn: str | None, **overrides: object) -> Settings:
     return load_settings(dsn=dsn, **overrides)
 
 
+# The person of `pgoutbox --as`.
+stated_person: ContextVar[str | None] = ContextVar("stated_person", default=None)
+
+
 def open_operator(settings: Settings, *, read_only: bool = False) -> Operator:
-    """Connect as the user of this machine. The audit also records the host."""
+    """Connect as the person of --as, else as the account of this machine. The audit also records account and host."""
     try:
-        name = getpass.getuser()
+        account = getpass.getuser()
     except (KeyError, OSError):
-        name = f"uid {os.getuid()}"
-    return Operator(settings, actor=name[:200], origin=f"cli {socket.gethostname()}"[:200], read_only=read_only)
+        account = f"uid {os.getuid()}"
+    person = stated_person.get()
+    place = socket.gethostname() if person is None else f"{account}@{socket.gethostname()}"
+    return Operator(settings, actor=(person or account)[:200], origin=f"cli {place}"[:200], read_only=read_only)
 
 
 def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
@@ -102,6 +119,15 @@ def interruptible(consequence: str) -> Iterator[None]:
 def require_known_queue(operator: Operator, queue: str | None) -> None:
     if queue is not None and operator.unknown_queues([queue]):
         raise ConfigurationError(f"no queue {queue!r}; {describe_known_queues(operator)}")
+
+
+def confirm_queue(operator: Operator, queue: str, action: str, *, yes: bool) -> None:
+    """Warn of a queue without messages and controls: its name may be wrong. On a terminal, ask before the act."""
+    if not operator.unknown_queues([queue]):
+        return
+    print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")
+    if sys.stdin.isatty() and not yes:
+        confirm(f"{action} it", yes=False)
 
 
 def describe_known_queues(operator: Operator) -> str:

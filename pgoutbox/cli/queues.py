@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated
@@ -9,11 +10,11 @@ from typing import Annotated
 import typer
 from psycopg.errors import InsufficientPrivilege
 
-from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, parse_count, parse_duration, parse_queue, parse_rate
+from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, Yes, parse_count, parse_duration, parse_queue, parse_rate
 from pgoutbox.cli.console import pluralize, print_json, print_line, print_table, print_warning
 from pgoutbox.cli.program import (
     app,
-    describe_known_queues,
+    confirm_queue,
     describe_pause,
     open_operator,
     read_settings,
@@ -37,16 +38,16 @@ def pause(
             help="Resume automatically after this time, such as 30m.",
         ),
     ] = None,
+    yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Stop the claims of a queue.
 
-    Messages in flight continue, and enqueuing is not affected.
+    Messages in flight continue, and enqueuing is not affected. On a terminal it asks about a queue without messages.
     """
     with open_operator(read_settings(dsn)) as operator:
-        if operator.unknown_queues([queue]):
-            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")
+        confirm_queue(operator, queue, "pause", yes=yes)
         paused_at, resume_at = operator.pause(queue, duration=duration)
     if as_json:
         print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
@@ -106,12 +107,14 @@ def limit(
             help="Most attempts in any period that operators may allow; or none. Only the schema's owner sets it.",
         ),
     ] = None,
+    yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Limit a queue, for all workers together.
 
-    Takes effect at once. Limits without an option stay unchanged. A rate above a new ceiling is lowered to it.
+    Takes effect at once. Limits without an option stay unchanged. A rate above a new ceiling is lowered to it. On
+    a terminal it asks about a queue without messages.
     """
     if rate is None and in_flight is None and at_most is None:
         raise typer.BadParameter("give --rate, --in-flight or --at-most")
@@ -121,6 +124,8 @@ def limit(
         raise typer.BadParameter("--burst: only together with a --rate")
     max_in_flight = None if in_flight is None else parse_count(in_flight)
     with open_operator(read_settings(dsn)) as operator:
+        if sys.stdin.isatty():  # A script limits queues before their first messages.
+            confirm_queue(operator, queue, "limit", yes=yes)
         if at_most is not None:
             _limit_ceiling(operator, queue, ceiling)
         if rate is not None:

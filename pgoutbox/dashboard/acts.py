@@ -17,8 +17,8 @@ from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.pages import show_message
 from pgoutbox.dashboard.rendering import link, query
 from pgoutbox.errors import MessageNotFoundError
-from pgoutbox.message import State
-from pgoutbox.operations import Operator, RedriveResult
+from pgoutbox.operations import ActResult, Operator
+from pgoutbox.operations.acts import ACTS, Act
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pgoutbox.operations import MessageResult
-    from pgoutbox.operations.records import AnyResult
 
     _T = TypeVar("_T")
 
@@ -45,11 +44,26 @@ def _form(path: str) -> Callable[[Callable[[Request], Awaitable[Response]]], Cal
     return register
 
 
-@_form("/messages/{message_id}/redrive")
-async def redrive(request: Request) -> Response:
-    """Make one message pending again, if its state is still the one that the page showed."""
-    states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
-    return await _act_on_message(request, lambda operator, message_id: operator.redrive(message_id, states=states))
+def _add(act: Act) -> None:
+    """Answer the form of an act. It changes the message if its state is still one that the page showed."""
+
+    async def answer(request: Request) -> Response:
+        form = await inputs.read_form(request)
+        # Only a redrive depends on the state that the page showed.
+        states = inputs.filter_of(form).states if act.usual != act.states else ()
+        changes = inputs.changes_of(form, act, of_one=True)
+        return await _act_on_message(
+            request,
+            lambda operator, message_id: operator.act_on(act.name, message_id, states=states or None, **changes),
+        )
+
+    answer.__name__ = act.name
+    _form(f"/messages/{{message_id}}/{act.name}")(answer)
+
+
+for _act_on_one in ACTS.values():
+    if _act_on_one.button or _act_on_one.form:
+        _add(_act_on_one)
 
 
 @_form("/messages/{message_id}/correct")
@@ -59,38 +73,6 @@ async def correct(request: Request) -> Response:
     return await _act_on_message(
         request, lambda operator, message_id: correct_message(operator, outbox, message_id, correction)
     )
-
-
-@_form("/messages/{message_id}/release")
-async def release(request: Request) -> Response:
-    """Take one message in flight away from its worker."""
-    return await _act_on_message(request, Operator.release)
-
-
-@_form("/messages/{message_id}/dismiss")
-async def dismiss(request: Request) -> Response:
-    """Dismiss one failed message."""
-    reason = inputs.reason_of(await inputs.read_form(request))
-    return await _act_on_message(request, lambda operator, message_id: operator.dismiss(message_id, reason))
-
-
-@_form("/messages/{message_id}/reschedule")
-async def reschedule(request: Request) -> Response:
-    """Make one pending message due now, or at the given time."""
-    due_at = inputs.time_of(await inputs.read_form(request), "at")
-    return await _act_on_message(request, lambda operator, message_id: operator.reschedule(message_id, due_at))
-
-
-@_form("/messages/{message_id}/resend")
-async def resend(request: Request) -> Response:
-    """Enqueue a copy of one message, and show the copy."""
-    return await _act_on_message(request, Operator.resend)
-
-
-@_form("/messages/{message_id}/cancel")
-async def cancel(request: Request) -> Response:
-    """Cancel one message."""
-    return await _act_on_message(request, Operator.cancel)
 
 
 @_form("/queues/{queue}/pause")
@@ -162,9 +144,9 @@ async def close_breaker(request: Request) -> Response:
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""
     form = await inputs.read_form(request)
-    action, which = inputs.bulk_action_of(form), inputs.filter_of(form)
-    changes = inputs.changes_of(form, action)
-    bulk = dashboard_of(request).bulks.start(action, which, viewer_of(request), changes)
+    act, which = inputs.act_of(form), inputs.filter_of(form)
+    changes = inputs.changes_of(form, act)
+    bulk = dashboard_of(request).bulks.start(act.name, which, viewer_of(request), changes)
     return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
 
 
@@ -180,11 +162,11 @@ async def _act(request: Request, do: Callable[[Operator], _T]) -> _T:
     return await dashboard_of(request).database.act(viewer_of(request), do)
 
 
-async def _act_on_message(request: Request, do: Callable[[Operator, int], MessageResult[AnyResult]]) -> Response:
+async def _act_on_message(request: Request, do: Callable[[Operator, int], MessageResult]) -> Response:
     """Show the message, or the copy of a resent message, with the notice; or the message with the refusal."""
     message_id = inputs.message_id_of(request)
     answer = await _act(request, lambda operator: do(operator, message_id))
-    if answer.result == RedriveResult.MISSING:
+    if answer.result == ActResult.MISSING:
         raise MessageNotFoundError(f"no such message: {answer.id}")
     if not answer.is_done:
         return await show_message(request, answer.id, refusal=f"Message {answer.id} {answer.explanation}.")

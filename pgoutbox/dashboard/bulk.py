@@ -20,7 +20,7 @@ from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import MessageFilter, Operator
-from pgoutbox.operations.records import BulkAction, BulkChanges
+from pgoutbox.operations.acts import ActArguments, ActName
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.database import Database
@@ -40,11 +40,11 @@ class Bulk:
     """The progress of one bulk action. `results` counts the result of each message."""
 
     id: str
-    action: BulkAction
+    action: ActName
     which: MessageFilter
     viewer: Viewer
     began_at: datetime
-    changes: BulkChanges = field(default_factory=BulkChanges)
+    changes: ActArguments = field(default_factory=ActArguments)
     status: Literal["running", "done", "stopped", "capped", "broken"] = "running"
     results: Counter[str] = field(default_factory=Counter)
     reached_id: int = 0
@@ -67,12 +67,10 @@ class Bulks:
         self._bulks: dict[str, Bulk] = {}
         self._lock = threading.Lock()
 
-    def start(
-        self, action: BulkAction, which: MessageFilter, viewer: Viewer, changes: BulkChanges | None = None
-    ) -> Bulk:
+    def start(self, action: ActName, which: MessageFilter, viewer: Viewer, changes: ActArguments | None = None) -> Bulk:
         """Start a bulk action; `StateError` if too many are running, or the action cannot change these states."""
         bulk = Bulk(
-            secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or BulkChanges()
+            secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or ActArguments()
         )
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import anyio
+import psycopg
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.bulk import Bulks
@@ -15,9 +17,11 @@ from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableErr
 from pgoutbox.dashboard.history import RANGES, History, Minute
 from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.dashboard.tabs import Tab, count_tabs
-from pgoutbox.doctor import Finding, examine_delivery
+from pgoutbox.doctor import Finding, Level, examine_delivery
+from pgoutbox.errors import PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
+from pgoutbox.text import Count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 # The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
+_FRESH_TOTALS_SECONDS: Final = 5.0
+_WAIT_FOR_TOTALS_SECONDS: Final = 1.0
 _QUEUES: Final = 10
 
 _T = TypeVar("_T")
@@ -59,6 +65,16 @@ class Notices(NamedTuple):
     is_copy: bool
 
 
+class Totals(NamedTuple):
+    """The numbers in the header of every page."""
+
+    problems: int
+    due: Count
+    in_flight: Count
+    failed: Count
+    breakers: int
+
+
 class Dashboard:
     """The state of one dashboard application. Requests get it from `dashboard_of`."""
 
@@ -71,6 +87,7 @@ class Dashboard:
         self._history = History()
         self._known: dict[str, tuple[float, Any]] = {}
         self._one_reads = anyio.Lock()
+        self._one_counts = anyio.Lock()
 
     def names_of(self, topic: str | None) -> Sequence[str]:
         """Return the names that are hidden in messages of this topic; None means text that belongs to no topic."""
@@ -113,15 +130,36 @@ class Dashboard:
         """Return the redirects that are on, and whether the database is a copy, at most a second old."""
         return await self._fresh("notices", _read_notices)
 
+    async def totals(self) -> Totals | None:
+        """Return the numbers in the header of every page, at most five seconds old.
+
+        No page depends on them: if the database does not tell them within a second, they are those of the last answer,
+        or None.
+        """
+        with anyio.move_on_after(_WAIT_FOR_TOTALS_SECONDS):
+            async with self._one_counts:
+                with contextlib.suppress(PgOutboxError, psycopg.Error):
+                    return await self._fresh("totals", self._load_totals, seconds=_FRESH_TOTALS_SECONDS)
+        _, last = self._known.get("totals", (0.0, None))
+        self._known["totals"] = time.monotonic(), last  # The next pages do not wait again.
+        return cast("Totals | None", last)
+
+    def _load_totals(self, connection: Connection) -> Totals:
+        found = examine_delivery(connection, self.settings, self.outbox)
+        problems = sum(finding.level is Level.PROBLEM for finding in found)
+        tabs = {tab.name: tab.total or Count(0) for tab in count_tabs(connection)}
+        numbers = tabs["due"], tabs["in flight"], tabs["failed"]
+        return Totals(problems, *numbers, reads.count_breakers(connection))
+
     async def tabs(self) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""
         return await self._fresh("tabs", count_tabs)
 
-    async def _fresh(self, name: str, load: Callable[[Connection], _T]) -> _T:
-        """Return what `load` has read under this name at most a second ago, or reads now."""
+    async def _fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:
+        """Return what `load` has read under this name so many seconds ago at most, or reads now."""
         asked_at = time.monotonic()
         read_at, found = self._known.get(name, (-math.inf, None))
-        if asked_at - read_at > _FRESH_SECONDS:
+        if asked_at - read_at > seconds:
             found = await self.database.read(load)
             self._known[name] = asked_at, found
         return cast("_T", found)

@@ -15,6 +15,7 @@ from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
+from pgoutbox.operations.acts import ACTS
 from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID
 from pgoutbox.text import NAME
 from pgoutbox.transports.redirect import check_target, check_topics
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
 
     from pgoutbox.dashboard.history import Range
     from pgoutbox.operations import Correction
-    from pgoutbox.operations.records import BulkAction, BulkChanges
+    from pgoutbox.operations.acts import Act, ActArguments, ActName
 
 MAX_LIMIT: Final = 200
-BULK_ACTIONS: Final[tuple[BulkAction, ...]] = ("redrive", "dismiss", "reschedule", "cancel")
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 # The form of a bulk action has a field for each selected message.
@@ -182,12 +182,12 @@ def action_of(given: Given) -> Action | None:
     return None if value is None else Action(value)
 
 
-def bulk_action_of(given: Given) -> BulkAction:
-    """Return the kind of a bulk action."""
-    for action in BULK_ACTIONS:
-        if given.get("do") == action:
-            return action
-    raise InputError("do", f"give {' or '.join(BULK_ACTIONS)}")
+def act_of(given: Given) -> Act:
+    """Return the act on the messages of a list."""
+    acts = {act.name: act for act in ACTS.values() if act.in_lists}
+    if (act := acts.get(cast("ActName", given.get("do")))) is None:
+        raise InputError("do", f"give {' or '.join(acts)}")
+    return act
 
 
 def correction_of(form: Given) -> Correction:
@@ -205,20 +205,21 @@ def correction_of(form: Given) -> Correction:
     return cast("Correction", correction)
 
 
-def reason_of(form: Given) -> str:
-    """Return the reason of a dismissal."""
-    return _needed(form, "reason", "say why nobody will deliver the message")
-
-
-def changes_of(form: Given, action: BulkAction) -> BulkChanges:
-    """Return the further arguments of a bulk action."""
-    match action:
-        case "dismiss":
-            return {"reason": reason_of(form)}
-        case "reschedule":
-            return {"available_at": time_of(form, "at")}
-        case _:
-            return {}
+def changes_of(form: Given, act: Act, *, of_one: bool = False) -> ActArguments:
+    """Return the further arguments of an act. The form of one message must not leave a field empty."""
+    changes: dict[str, object] = {}
+    for argument in act.arguments:
+        match argument.kind:
+            case "duration":
+                value: object = duration_of(form)
+            case "time":
+                value = time_of(form, argument.name)
+            case _:
+                value = text_of(form, argument.name)
+        if value is None and (argument.required or (of_one and argument.name in form)):
+            raise InputError(argument.name, f"say {argument.hint}" if argument.kind == "text" else "must be given")
+        changes[argument.name] = value
+    return cast("ActArguments", changes)
 
 
 def message_id_of(request: Request) -> int:
@@ -264,7 +265,7 @@ def duration_of(form: Given) -> timedelta | None:
         return None
     duration = timedelta(seconds=count * UNIT_SECONDS[unit])
     if duration > _MAX_PAUSE:
-        raise InputError("duration", f"at most {_MAX_PAUSE.days} days; leave it empty for no end")
+        raise InputError("duration", f"at most {_MAX_PAUSE.days} days")
     return duration
 
 

@@ -18,28 +18,21 @@ from pgoutbox.dashboard.history import MINUTES, RANGES, percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
-from pgoutbox.errors import StateError
-from pgoutbox.operations import Action, AuditRow, ListedMessage, MessageFilter, Operator
+from pgoutbox.doctor import verdict
+from pgoutbox.operations import Action, AuditRow, ListedMessage, Operator
+from pgoutbox.operations.acts import ACTS, DID
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pgoutbox.dashboard.types import Connection
-    from pgoutbox.operations.records import BulkAction
 
 # The notices after an action.
 _DONE: Final[Mapping[str, str]] = {
     "enqueued": "The message is enqueued.",
     "duplicate": "No message was enqueued: this message has the dedupe key already.",
-    "redriven": "The message is pending again.",
-    "dismissed": "The message is skipped, with your name and the reason.",
-    "rescheduled": "The message has its new due time.",
-    "cancelled": "The message is cancelled.",
-    "requested": "The message is in flight. Its handler is asked to stop, and the message is not retried.",
-    "corrected": "The message is corrected, and pending.",
-    "released": "The message is taken from its worker, and tried again when the lease ends.",
-    "resent": "The message was resent. This is the pending copy.",
+    **{result: f"The message is {did}." for result, did in DID.items()},
     "paused": "The queue is paused. Messages in flight continue.",
     "resumed": "The queue is resumed.",
     "not-paused": "The queue was not paused.",
@@ -86,6 +79,7 @@ async def overview(request: Request) -> Response:
             "notice": _notice(request),
             **found._asdict(),
             "problems": [replace(p, what=redact_text(p.what, hidden)) for p in found.problems],
+            "verdict": redact_text(verdict(found.problems), hidden),
             "oldest_due_at": found.queues.oldest_due_at,
             "asked_range": asked.name,
             "ranges": list(RANGES),
@@ -131,16 +125,8 @@ async def messages(request: Request) -> Response:
         is_filtered=any(value is not None for name, value in asked.items() if name not in ("state", "due")),
         limit=limit,
         before_id=before_id,
-        bulk_actions=[action for action in inputs.BULK_ACTIONS if _is_for(action, which)],
+        bulk_acts=[act for act in ACTS.values() if act.in_lists and set(which.states) <= set(act.states)],
     )
-
-
-def _is_for(action: BulkAction, which: MessageFilter) -> bool:
-    try:
-        which.limited_to(action)
-    except StateError:
-        return False
-    return True
 
 
 def _redacted(dashboard: Dashboard, found: Sequence[ListedMessage]) -> list[ListedMessage]:
@@ -166,6 +152,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
         supersedes = reads.superseded_by(connection, message_id) if details.coalesce_key is not None else []
         return {
             "message": details.redacted(names),
+            "acts_here": [act for act in ACTS.values() if details.state in act.states],
             "corrects": operator.corrects(),
             "attempts": [attempt.redacted(names) for attempt in attempts],
             "acts": None if acts is None else _redacted_acts(dashboard, acts),
@@ -302,8 +289,8 @@ def _redacted_acts(dashboard: Dashboard, found: Sequence[AuditRow]) -> list[Audi
 async def bulk_preview(request: Request) -> Response:
     """Preview a bulk action: the number of messages, and the newest ones."""
     given = request.query_params
-    action = inputs.bulk_action_of(given)
-    which = inputs.filter_of(given).limited_to(action)
+    act = inputs.act_of(given)
+    which = inputs.filter_of(given).limited_to(act.name)
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
@@ -319,7 +306,7 @@ async def bulk_preview(request: Request) -> Response:
         "bulk_preview.html",
         load,
         page="messages",
-        action=action,
+        act=act,
         asked=inputs.asked_for(which),
         most=MAX_MESSAGES,
         rows=reads.rows_of(which),

@@ -62,8 +62,8 @@ async def render_page(
     """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects
     and copies."""
     dashboard = request.app.state.dashboard
-    notices = await dashboard.notices()
-    known = {**notices._asdict(), "deployment": dashboard.settings.deployment, **(context or {})}
+    notices, totals = await dashboard.notices(), await dashboard.totals()
+    known = {**notices._asdict(), "totals": totals, "deployment": dashboard.settings.deployment, **(context or {})}
     return await anyio.to_thread.run_sync(lambda: render(request, template, known, status=status))
 
 

@@ -2,16 +2,13 @@
 sensitive values until `redacted(names)` hides them.
 """
 
+from pgoutbox.operations.acts import Action, ActResult, Correction, MessageResult
 from pgoutbox.operations.operator import Operator
 from pgoutbox.operations.records import (
-    Action,
     AuditRow,
     Batch,
     ClearedRedirect,
     ClosedBreaker,
-    Correction,
-    CorrectResult,
-    DismissResult,
     EraseResult,
     Erasure,
     FailureGroup,
@@ -20,16 +17,12 @@ from pgoutbox.operations.records import (
     ListedMessage,
     Mention,
     MessageFilter,
-    MessageResult,
     OpenBreaker,
     Pause,
     PruneTotals,
     QueueControls,
     Rate,
     Redirects,
-    RedriveResult,
-    ReleaseResult,
-    ResendResult,
     RetentionRule,
     ShownAttempt,
     ShownMessage,
@@ -39,14 +32,13 @@ from pgoutbox.operations.records import (
 )
 
 __all__ = [
+    "ActResult",
     "Action",
     "AuditRow",
     "Batch",
     "ClearedRedirect",
     "ClosedBreaker",
-    "CorrectResult",
     "Correction",
-    "DismissResult",
     "EraseResult",
     "Erasure",
     "FailureGroup",
@@ -63,9 +55,6 @@ __all__ = [
     "QueueControls",
     "Rate",
     "Redirects",
-    "RedriveResult",
-    "ReleaseResult",
-    "ResendResult",
     "RetentionRule",
     "ShownAttempt",
     "ShownMessage",

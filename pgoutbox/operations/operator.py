@@ -12,13 +12,13 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import islice
 from types import TracebackType
-from typing import Any, Final, Generic, LiteralString, Self, TypeVar, cast
+from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import UUID, uuid4
 
 import psycopg
@@ -28,30 +28,31 @@ from psycopg.types.json import Jsonb
 from pydantic import JsonValue
 from typing_extensions import Unpack
 
+from pgoutbox.clock import Duration
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import Psycopg
-from pgoutbox.enqueue.generators import CancelResult, Enqueued, RescheduleResult, insert, run
-from pgoutbox.enqueue.payloads import to_json
+from pgoutbox.enqueue.generators import Enqueued, insert, run
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
 from pgoutbox.operations import retention
-from pgoutbox.operations.records import (
+from pgoutbox.operations.acts import (
+    ACTS,
     CORRECTABLE,
-    OWED,
     REDRIVABLE,
+    Act,
+    ActArguments,
     Action,
-    AnyResult,
+    ActName,
+    Correction,
+    MessageResult,
+)
+from pgoutbox.operations.records import (
     AuditRow,
     Batch,
-    BulkAction,
-    BulkChanges,
     ClearedRedirect,
     ClosedBreaker,
-    Correction,
-    CorrectResult,
-    DismissResult,
     EraseResult,
     Erasure,
     FailureGroup,
@@ -60,7 +61,6 @@ from pgoutbox.operations.records import (
     ListedMessage,
     Mention,
     MessageFilter,
-    MessageResult,
     OpenBreaker,
     Pause,
     Progress,
@@ -68,9 +68,6 @@ from pgoutbox.operations.records import (
     QueueControls,
     Rate,
     Redirects,
-    RedriveResult,
-    ReleaseResult,
-    ResendResult,
     RetentionRule,
     ShownAttempt,
     ShownMessage,
@@ -78,9 +75,8 @@ from pgoutbox.operations.records import (
     TopicCounts,
     WorkerRedirect,
 )
-from pgoutbox.options import check_available_at, check_name, if_given
+from pgoutbox.options import check_name
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.topics import OPTIONS
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target, check_topics
 
 BATCH_SIZE: Final = 500
@@ -89,17 +85,14 @@ _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
-_MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024  # The limit of the schema.
 # Far below Python's recursion limit, whatever the caller's depth.
 _MOST_LEVELS: Final = 100
 
-_MAX_REASON: Final = 1_000
 _MAX_REDIRECT: Final = timedelta(days=3_650)
 # Each row of the schema is compared with each text.
 _MAX_SEARCHED_ADDRESSES: Final = 20
 
 _T = TypeVar("_T")
-_R = TypeVar("_R", bound=AnyResult)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,47 +100,7 @@ class _Act:
     """One act, which may consist of several batches. The schema records what it finds, and `stated` apart from it."""
 
     stated: Mapping[str, JsonValue] = field(default_factory=dict)
-    changes: Mapping[str, object] = field(default_factory=dict)  # Further parameters of its statement.
     id: UUID = field(default_factory=uuid4)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind(Generic[_R]):
-    """One kind of acts on messages.
-
-    A row of its statement has the id of a message, the result, the state before, and the other message of the result.
-    `can_be` completes "only ..." for a message in the wrong state; `{}` are the states that the caller allows.
-    """
-
-    statement: Callable[[], LiteralString]
-    result: type[_R]
-    can_be: str = ""
-
-    def results(self, rows: Iterable[TupleRow], states: Collection[State] = ()) -> list[MessageResult[_R]]:
-        """Return the results, each with the reason if the message was left alone."""
-        can_be = self.can_be.format(" and ".join(states))
-        return [
-            MessageResult(message_id, self.result(answer), other_id, _explanation(answer, state, other_id, can_be))
-            for message_id, answer, state, other_id in rows
-        ]
-
-
-_REDRIVE: Final = _Kind(lambda: sql.REDRIVE, RedriveResult, "{} messages can be redriven")
-_CORRECT: Final = _Kind(lambda: sql.CORRECT, CorrectResult, "{} messages can be corrected")
-_RELEASE: Final = _Kind(lambda: sql.RELEASE, ReleaseResult, "messages in flight can be released")
-_DISMISS: Final = _Kind(lambda: sql.DISMISS, DismissResult, "failed messages can be dismissed")
-_RESCHEDULE: Final = _Kind(lambda: sql.RESCHEDULE, RescheduleResult, "pending messages can be rescheduled")
-_RESEND: Final = _Kind(lambda: sql.RESEND, ResendResult, "sent messages can be resent")
-_CANCEL: Final = _Kind(lambda: sql.CANCEL_EACH, CancelResult)
-KINDS: Final[Mapping[BulkAction, _Kind[Any]]] = {
-    "redrive": _REDRIVE,
-    "correct": _CORRECT,
-    "release": _RELEASE,
-    "dismiss": _DISMISS,
-    "reschedule": _RESCHEDULE,
-    "resend": _RESEND,
-    "cancel": _CANCEL,
-}
 
 
 class Operator:
@@ -155,7 +108,7 @@ class Operator:
 
         with Operator("postgresql:///shop", actor="ada@example.org") as operator:
             operator.redrive(42)
-            operator.cancel_all(MessageFilter(topic="mail.reminder"))
+            operator.act_on_all("cancel", MessageFilter(topic="mail.reminder"))
             operator.pause("mail", duration=timedelta(minutes=10))
 
     `database` is a connection string or `Settings`: the operator then opens a connection, which `close` and the end of
@@ -330,17 +283,17 @@ class Operator:
 
         return self._announced(_Act(), write)
 
-    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult[RedriveResult]:
+    def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
 
         It is left alone if it is in none of `states`, or superseded by a newer message of its key. So is a cancelled
         message if a later message has its dedupe key.
         """
-        return self._do(_REDRIVE, message_id, _Act(), states)
+        return self.act_on("redrive", message_id, states=states)
 
     def correct(
         self, message_id: int, correction: Correction, *, states: Collection[State] = CORRECTABLE
-    ) -> MessageResult[CorrectResult]:
+    ) -> MessageResult:
         """Change fields of a pending or failed message, and make it pending if it is failed.
 
         A message that has been tried gets its initial number of attempts. With another payload, headers or destination
@@ -352,89 +305,97 @@ class Operator:
 
             operator.correct(42, {"destination": "mailto:ada@example.org"})
         """
-        return self._do(_CORRECT, message_id, _correcting(correction), states)
+        return self.act_on("correct", message_id, states=states, correction=correction)
 
-    def release(self, message_id: int) -> MessageResult[ReleaseResult]:
+    def release(self, message_id: int) -> MessageResult:
         """Take a message in flight away from its worker, for an attempt that does not end.
 
         Its worker stops the attempt within seconds. The attempt counts as lost when its lease ends, and the message is
         tried again, with one more attempt. It may be delivered twice.
         """
-        return self._do(_RELEASE, message_id, _Act())
+        return self.act_on("release", message_id)
 
-    def dismiss(self, message_id: int, reason: str) -> MessageResult[DismissResult]:
+    def dismiss(self, message_id: int, reason: str) -> MessageResult:
         """End a failed message as skipped, because nobody will deliver it. `reason` has 1 to 1,000 characters.
 
         The skip reason of the message names the actor and the reason. Its dedupe key is free again, and the messages
         that waited behind it follow.
         """
-        return self._do(_DISMISS, message_id, _dismissing(reason))
+        return self.act_on("dismiss", message_id, reason=reason)
 
-    def reschedule(self, message_id: int, available_at: datetime | None = None) -> MessageResult[RescheduleResult]:
+    def snooze(self, message_id: int, duration: Duration, reason: str) -> MessageResult:
+        """Let a pending message wait for at least so long from now, in seconds or as a timedelta: 1 second to 10 years.
+
+        A message that is due later keeps its time. The audit records the reason, of 1 to 1,000 characters. A message
+        that would expire before is left alone, and so is one that is superseded by a newer message of its key.
+        """
+        return self.act_on("snooze", message_id, duration=duration, reason=reason)
+
+    def reschedule(self, message_id: int, available_at: datetime | None = None) -> MessageResult:
         """Make a pending message due at a time, or at once. It keeps its attempts and its keys.
 
         `available_at` needs a time zone. A message that would expire before is left alone, and so is one that is
         superseded by a newer message of its key.
         """
-        return self._do(_RESCHEDULE, message_id, _rescheduling(available_at))
+        return self.act_on("reschedule", message_id, available_at=available_at)
 
-    def resend(self, message_id: int) -> MessageResult[ResendResult]:
+    def resend(self, message_id: int) -> MessageResult:
         """Enqueue a copy of a sent message, marked as `resend_of` it. `other_id` of the result is the copy.
 
         No copy is made if the message is in another state, or superseded by a newer message of its key.
         """
-        return self._do(_RESEND, message_id, _Act())
+        return self.act_on("resend", message_id)
 
-    def cancel(self, message_id: int) -> MessageResult[CancelResult]:
+    def cancel(self, message_id: int) -> MessageResult:
         """Cancel a message, as the SQL function `pgoutbox.cancel` does."""
-        return self._do(_CANCEL, message_id, _Act(), OWED)
+        return self.act_on("cancel", message_id)
 
     def cancel_by_key(
         self, topic: str, *, coalesce_key: str | None = None, dedupe_key: str | None = None
-    ) -> list[MessageResult[CancelResult]]:
+    ) -> list[MessageResult]:
         """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none."""
         target: dict[str, JsonValue] = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
-        return _CANCEL.results(self._act(sql.CANCEL_BY_KEY, target, _Act(target)))
+        return ACTS["cancel"].answers(self._act(sql.CANCEL_BY_KEY, target, _Act(target)))
 
-    def redrive_all(self, which: MessageFilter) -> Counter[str]:
-        """Redrive all matching messages, and count the results: `{"redriven": 40, "superseded": 2}`.
+    def act_on(
+        self,
+        action: ActName,
+        message_id: int,
+        *,
+        states: Collection[State] | None = None,
+        **changes: Unpack[ActArguments],
+    ) -> MessageResult:
+        """Do this to one message, if it is in one of the states. The method of the act tells what it does.
 
-        Without states in the filter, only failed messages match. A message that was attempted again in the meantime is
-        left alone. Otherwise this is `bulk`.
+        Raises `StateError` for states that the act cannot change.
         """
-        return _count(self.bulk("redrive", which))
+        kind = ACTS[action]
+        kind.require_states(states or ())
+        allowed = kind.by_id if states is None else states
+        (result,) = self._take(kind, {message_id: None}, allowed, kind.checked(changes), _Act())
+        return result
 
-    def dismiss_all(self, which: MessageFilter, reason: str) -> Counter[str]:
-        """Dismiss all matching failed messages, and count the results. Otherwise this is `bulk`."""
-        return _count(self.bulk("dismiss", which, reason=reason))
+    def act_on_all(self, action: ActName, which: MessageFilter, **changes: Unpack[ActArguments]) -> Counter[str]:
+        """Do this to all matching messages, and count the results: `{"redriven": 40, "superseded": 2}`.
 
-    def reschedule_all(self, which: MessageFilter, available_at: datetime | None = None) -> Counter[str]:
-        """Reschedule all matching pending messages, and count the results. Otherwise this is `bulk`."""
-        return _count(self.bulk("reschedule", which, available_at=available_at))
-
-    def resend_all(self, which: MessageFilter) -> Counter[str]:
-        """Resend all matching sent messages, and count the results. Otherwise this is `bulk`."""
-        return _count(self.bulk("resend", which))
-
-    def cancel_all(self, which: MessageFilter) -> Counter[str]:
-        """Cancel all matching messages that are pending or in flight, and count the results.
-
-        Otherwise this is `bulk`.
+        Without states in the filter, a redrive selects only failed messages. A message that was attempted again in the
+        meantime is left alone. Otherwise this is `bulk`.
         """
-        return _count(self.bulk("cancel", which))
+        batches = self.bulk(action, which, **changes)
+        return Counter(result.result for batch in batches for result in batch.results)
 
     def bulk(
         self,
-        action: BulkAction,
+        action: ActName,
         which: MessageFilter | Sequence[int],
         *,
         batch_size: int = BATCH_SIZE,
         limit: int | None = None,
-        **changes: Unpack[BulkChanges],
+        **changes: Unpack[ActArguments],
     ) -> Iterator[Batch]:
         """Do this to the messages of a filter, oldest first, or with these ids.
 
-        `correction`, `reason` of a dismissal, and `available_at` of a reschedule are as in the methods for one message.
+        The further arguments of an act are those of its method for one message.
 
         Nothing happens before you iterate. Each step changes a batch, commits it and returns its results. If you stop
         iterating, the remaining messages stay as they are. The act takes at most `limit` messages. A filter selects
@@ -442,36 +403,27 @@ class Operator:
 
         Raises `StateError` for states that the action cannot change.
         """
+        kind = ACTS[action]
+        asked = kind.checked(changes)
         act = _Act()
-        if action == "correct":
-            act = _correcting(changes.get("correction") or {})
-        elif action == "dismiss":
-            act = _dismissing(changes.get("reason"))
-        elif action == "reschedule":
-            act = _rescheduling(changes.get("available_at"))
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
-            act = replace(act, stated=which.given())
+            act = _Act(which.given())
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
-            states = {"redrive": REDRIVABLE, "correct": CORRECTABLE}.get(action, OWED)
+            states = kind.by_id
             found = ((dict.fromkeys(ids), ids[-1], which[-1]) for ids in _slices(which, batch_size) if ids)
         left = _ALL if limit is None else limit
         for counts, reached_id, through_id in found:
             chosen = dict(islice(counts.items(), left))
             left -= len(chosen)
-            yield Batch(self._take(action, chosen, states, act), reached_id, through_id)
+            # Each copy has a transaction of its own.
+            parts = [{message_id: None} for message_id in chosen] if action == "resend" else [chosen]
+            results = [result for part in parts if part for result in self._take(kind, part, states, asked, act)]
+            yield Batch(results, reached_id, through_id)
             if not left:
                 return
-
-    def _take(
-        self, action: BulkAction, counts: Mapping[int, int | None], states: Collection[State], act: _Act
-    ) -> Sequence[MessageResult[AnyResult]]:
-        kind = KINDS[action]
-        if action == "resend":
-            return [self._do(kind, message_id, act) for message_id in counts]
-        return self._do_each(kind, counts, act, states) if counts else []
 
     def _search(self, which: MessageFilter, batch_size: int) -> Iterator[tuple[Mapping[int, int | None], int, int]]:
         """Yield matching ids with their attempt counts, the last id searched, and the last id to search.
@@ -489,20 +441,22 @@ class Operator:
                 yield dict(part), part[-1][0] if part else last_id or through_id, through_id
             after_id = last_id
 
-    def _do(self, kind: _Kind[_R], message_id: int, act: _Act, states: Collection[State] = ()) -> MessageResult[_R]:
-        (result,) = self._do_each(kind, {message_id: None}, act, states)
-        return result
-
-    def _do_each(
-        self, kind: _Kind[_R], counts: Mapping[int, int | None], act: _Act, states: Collection[State]
-    ) -> list[MessageResult[_R]]:
+    def _take(
+        self,
+        kind: Act,
+        counts: Mapping[int, int | None],
+        states: Collection[State],
+        asked: Mapping[str, object],
+        act: _Act,
+    ) -> list[MessageResult]:
         """Do this in one transaction to the messages that still have these numbers of attempts; None means any."""
-        asked = {
+        parameters = {
+            **asked,
             "ids": list(counts),
             "attempt_counts": None if None in counts.values() else list(counts.values()),
             "states": list(states),
         }
-        return kind.results(self._act(kind.statement(), {**asked, **act.changes}, act), states)
+        return kind.answers(self._act(kind.statement, parameters, act), states)
 
     # --- personal data ------------------------------------------------------------------------------------------------
 
@@ -892,52 +846,7 @@ class Operator:
             raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-def _explanation(result: str, state: str | None, other_id: int | None, can_be: str) -> str:
-    """Return the reason why an act has left a message alone; empty if it was done."""
-    explanations = {
-        "missing": "does not exist",
-        "wrong_state": f"is {state}; only {can_be}",
-        "changed": "was attempted again",
-        "superseded": "is superseded by a newer message, which is deleted"
-        if other_id is None
-        else f"is superseded by message {other_id}, which is newer",
-        "expires": "expires before that time",
-        "encrypted": "is encrypted for its destination; let the application enqueue it again",
-        "ordered": "has an ordering key, which belongs to its queue",
-        "dedupe_key_taken": f"has lost its dedupe key to message {other_id}",
-        "locked": "is locked by another transaction; try again",
-        "already_cancelled": "is already cancelled",
-    }
-    # A cancel finds the other states.
-    explanations.update({ended: f"is already {ended}" for ended in State if ended is not State.CANCELLED})
-    return explanations.get(result, "")
-
-
-def _correcting(correction: Correction) -> _Act:
-    changes: dict[str, object] = {}
-    for name, value in correction.items():
-        if name in ("payload", "headers"):
-            changes[name] = json.loads(to_json(value, max_bytes=_MAX_PAYLOAD_BYTES, field=name))
-        elif name in OPTIONS and (value is not None or name == "queue"):
-            changes[name] = OPTIONS[name](name, value)
-        else:
-            changes[name] = value
-    return _Act(changes={"changes": Jsonb(changes)})
-
-
-def _dismissing(reason: str | None) -> _Act:
-    text = reason.strip() if isinstance(reason, str) else ""
-    if not 1 <= len(text) <= _MAX_REASON:
-        raise ArgumentError("reason", f"must have 1 to {_MAX_REASON:,} characters")
-    return _Act(changes={"reason": text})
-
-
-def _rescheduling(available_at: datetime | None) -> _Act:
-    due_at = if_given(check_available_at, "available_at", available_at)
-    return _Act(changes={"available_at": due_at})
+# --- selections -------------------------------------------------------------------------------------------------------
 
 
 def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | None) -> dict[str, object]:
@@ -949,10 +858,6 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
-
-
-def _count(batches: Iterator[Batch]) -> Counter[str]:
-    return Counter(result.result for batch in batches for result in batch.results)
 
 
 def _slices(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

@@ -7,22 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
-from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
+from typing import Final, Literal, NamedTuple, TypeAlias, cast
 from uuid import UUID
 
 from pydantic import JsonValue
 
 from pgoutbox.encryption import SEALED, is_sealed
-from pgoutbox.enqueue.generators import CancelResult, RescheduleResult
-from pgoutbox.errors import StateError
 from pgoutbox.message import State
+from pgoutbox.operations.acts import ACTS, OWED, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
 from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
-REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
-CORRECTABLE: Final = (State.FAILED, State.PENDING)
-OWED: Final = (State.PENDING, State.SENDING)
 _PARTITIONS: Final = (
     frozenset(OWED),
     frozenset({State.FAILED}),
@@ -30,65 +26,8 @@ _PARTITIONS: Final = (
 )
 
 
-class Action(enum.StrEnum):
-    """The kinds of acts of an operator, as the audit records them."""
-
-    ENQUEUE = "enqueue"
-    REDRIVE = "redrive"
-    RESEND = "resend"
-    CANCEL = "cancel"
-    RESCHEDULE = "reschedule"
-    DISMISS = "dismiss"
-    PRUNE = "prune"
-    PAUSE = "pause"
-    RESUME = "resume"
-    LIMIT = "limit"
-    RETENTION = "retention"
-    BREAKER = "breaker"
-    REDIRECT = "redirect"
-    ERASE = "erase"
-    EXPORT = "export"
-    ADOPT = "adopt"
-    CORRECT = "correct"
-    RELEASE = "release"
-
-
 # Called after each committed batch of a prune, with the number of messages deleted so far.
 Progress: TypeAlias = Callable[[int], object]
-BulkAction: TypeAlias = Literal["redrive", "resend", "cancel", "reschedule", "dismiss", "correct", "release"]
-
-
-class Correction(TypedDict, total=False):
-    """The fields of a message that a correction changes. None removes the headers, the destination or the owner.
-
-    Payload and headers are merge patches (RFC 7396): objects with the members to replace, and None for those to remove.
-    """
-
-    payload: JsonValue
-    headers: dict[str, str | None] | None
-    destination: str | None
-    owner: str | None
-    queue: str
-
-
-class BulkChanges(TypedDict, total=False):
-    """The further arguments of a bulk action: a correction, a dismissal and a reschedule have one each."""
-
-    correction: Correction
-    reason: str
-    available_at: datetime | None
-
-
-# For each bulk action: the states that it can change, the states without a filter by state, and its participle.
-_BULK_STATES: Final[Mapping[BulkAction, tuple[tuple[State, ...], tuple[State, ...], str]]] = {
-    "redrive": (REDRIVABLE, (State.FAILED,), "redriven"),
-    "resend": ((State.SENT,), (State.SENT,), "resent"),
-    "cancel": (OWED, OWED, "cancelled"),
-    "reschedule": ((State.PENDING,), (State.PENDING,), "rescheduled"),
-    "dismiss": ((State.FAILED,), (State.FAILED,), "dismissed"),
-    "correct": ((State.PENDING, *REDRIVABLE), (State.FAILED, State.PENDING), "corrected"),
-    "release": ((State.SENDING,), (State.SENDING,), "released"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,97 +79,17 @@ class MessageFilter:
             "partition_states": sorted(state for partition in partitions for state in partition) or None,
         }
 
-    def limited_to(self, action: BulkAction) -> MessageFilter:
+    def limited_to(self, action: ActName) -> MessageFilter:
         """Return the filter for a bulk action, limited to the states that it can change.
 
         Raises `StateError` if the filter selects others. Without states, a redrive selects only failed messages.
         """
-        allowed, usual, participle = _BULK_STATES[action]
-        if others := set(self.states).difference(allowed):
-            raise StateError(
-                f"only {' and '.join(allowed)} messages can be {participle}, not {', '.join(sorted(others))}"
-            )
-        return replace(self, states=tuple(sorted(self.states or usual)))
+        act = ACTS[action]
+        act.require_states(self.states)
+        return replace(self, states=tuple(sorted(self.states or act.usual)))
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-
-
-class RedriveResult(enum.StrEnum):
-    """The result of a redrive of one message.
-
-    `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
-    the given states. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
-    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
-    locked its row; try again.
-    """
-
-    REDRIVEN = "redriven"
-    MISSING = "missing"
-    WRONG_STATE = "wrong_state"
-    CHANGED = "changed"
-    SUPERSEDED = "superseded"
-    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
-    LOCKED = "locked"
-
-
-class CorrectResult(enum.StrEnum):
-    """The result of a correction of one message.
-
-    `corrected`: the message is changed, and pending. `encrypted`: its payload can only be opened as it is, for its own
-    destination. `ordered`: the place in its ordering key belongs to its queue. The others are those of `RedriveResult`.
-    """
-
-    CORRECTED = "corrected"
-    MISSING = "missing"
-    WRONG_STATE = "wrong_state"
-    CHANGED = "changed"
-    SUPERSEDED = "superseded"
-    ENCRYPTED = "encrypted"
-    ORDERED = "ordered"
-    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
-    LOCKED = "locked"
-
-
-class ReleaseResult(enum.StrEnum):
-    """The result of a release of one message.
-
-    `released`: its worker no longer has it, and it is tried again when the lease ends. `wrong_state`: it is not in
-    flight. `changed`: another attempt is in flight than when it was listed. `missing`: no such message exists.
-    `locked`: another transaction has locked its row; try again.
-    """
-
-    RELEASED = "released"
-    MISSING = "missing"
-    WRONG_STATE = "wrong_state"
-    CHANGED = "changed"
-    LOCKED = "locked"
-
-
-class ResendResult(enum.StrEnum):
-    """The result of a resend of one message.
-
-    `resent`: a copy is pending. `missing`: no such message exists. `wrong_state`: it is not sent. `superseded`: a newer
-    message of its coalesce key exists, or existed.
-    """
-
-    RESENT = "resent"
-    MISSING = "missing"
-    WRONG_STATE = "wrong_state"
-    SUPERSEDED = "superseded"
-
-
-class DismissResult(enum.StrEnum):
-    """The result of a dismissal of one message.
-
-    `dismissed`: the message is skipped, with the actor and the reason. The other results are those of `RedriveResult`.
-    """
-
-    DISMISSED = "dismissed"
-    MISSING = "missing"
-    WRONG_STATE = "wrong_state"
-    CHANGED = "changed"
-    LOCKED = "locked"
 
 
 class EraseResult(enum.StrEnum):
@@ -248,32 +107,6 @@ class EraseResult(enum.StrEnum):
     MISSING = "missing"
 
 
-AnyResult: TypeAlias = (
-    RedriveResult | ResendResult | CancelResult | RescheduleResult | DismissResult | CorrectResult | ReleaseResult
-)
-R_co = TypeVar("R_co", bound=AnyResult, covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class MessageResult(Generic[R_co]):
-    """The result of an act on one message.
-
-    `other_id` is the copy of a resent message, the newer message that supersedes it, or the message that has its dedupe
-    key. `explanation` tells people why the message was left alone, as in "message 42 is locked by another transaction".
-    It is empty if the act was done.
-    """
-
-    id: int
-    result: R_co
-    other_id: int | None = None
-    explanation: str = ""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the act changed or copied the message."""
-        return not self.explanation
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One committed batch of a bulk act, with one result for each message.
@@ -282,7 +115,7 @@ class Batch:
     empty, because a part of the table may contain no match.
     """
 
-    results: Sequence[MessageResult[AnyResult]]
+    results: Sequence[MessageResult]
     reached_id: int
     through_id: int
 

@@ -17,18 +17,20 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+import typer
 from cryptography.fernet import Fernet
 from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
-from pgoutbox import CancelResult, RescheduleResult, migrate
+from pgoutbox import migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
 from pgoutbox.cli.main import explain
+from pgoutbox.cli.program import TASKS, app
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.operations import CorrectResult, DismissResult, RedriveResult, ReleaseResult, ResendResult
+from pgoutbox.operations.acts import ACTS, ActName
 from pgoutbox.settings import SECRET_VARIABLES, load_settings, secret_values
 from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
@@ -47,19 +49,25 @@ CANARY = "c4n4ry-s3cret"
 UNREACHABLE = f"postgresql://app:{CANARY}@127.0.0.1:1/app"
 
 
+def only(act: ActName) -> dict[str, int]:
+    """Return the results of an act by filter that has changed one message."""
+    done, *others = ACTS[act].results.split()
+    return {done: 1, **dict.fromkeys(others, 0)}
+
+
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:
     """Open an autocommit connection to the database of `cli`."""
     return connect(autocommit=True)
 
 
-REDRIVEN = dict.fromkeys(RedriveResult, 0) | {"redriven": 1}
-RESENT = dict.fromkeys(ResendResult, 0) | {"resent": 1}
-CANCELLED = dict.fromkeys(CancelResult, 0) | {"cancelled": 1}
-DISMISSED = dict.fromkeys(DismissResult, 0) | {"dismissed": 1}
-CORRECTED = dict.fromkeys(CorrectResult, 0) | {"corrected": 1}
-RELEASED = dict.fromkeys(ReleaseResult, 0) | {"released": 1}
-RESCHEDULED = dict.fromkeys(RescheduleResult, 0) | {"rescheduled": 1}
+REDRIVEN = only("redrive")
+RESENT = only("resend")
+CANCELLED = only("cancel")
+DISMISSED = only("dismiss")
+CORRECTED = only("correct")
+RELEASED = only("release")
+RESCHEDULED = only("reschedule")
 
 
 class TestAsProcess:
@@ -85,6 +93,15 @@ class TestAsProcess:
     @pytest.mark.slow
     def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(self, dsn: str) -> None:
         assert run_process("show", "999999", dsn=dsn) == Done(1, "", "error: no such message: 999999\n")
+
+    def test_the_help_lists_every_command_by_task(self, cli: Callable[..., Done]) -> None:
+        shown = cli("--help").out
+        assert [line for line in shown.splitlines() if line.endswith(":")] == [
+            "Options:", *(f"{task}:" for task in TASKS)
+        ]  # fmt: skip
+        listed = re.findall(r"^  ([a-z]+) ", shown, re.MULTILINE)
+        assert sorted(listed) == sorted(name for names in TASKS.values() for name in names)
+        assert set(listed) == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
     @pytest.mark.slow
     def test_a_missing_dsn_names_the_variable_with_exit_code_2(self) -> None:
@@ -175,7 +192,7 @@ class TestOnTerminal:
         self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State
     ) -> None:
         put(database, State.FAILED)
-        done = run_on_terminal("redrive", "--all-failed", dsn=dsn, keys=f"{answer}\n")
+        done = run_on_terminal("redrive", "--all", dsn=dsn, keys=f"{answer}\n")
         assert (done.exit_code, "Redrive 1 failed message? [y/N]" in done.out) == (exit_code, True)
         assert database.execute("SELECT state FROM pgoutbox.message").fetchall() == [(state,)]
 
@@ -203,7 +220,7 @@ class TestUsage:
         "arguments",
         [
             ("redrive",),
-            ("redrive", "1", "--all-failed"),
+            ("redrive", "1", "--all"),
             ("redrive", "1", "--topic", "mail"),
             ("cancel",),
             ("cancel", "1", "--topic", "mail"),
@@ -947,7 +964,7 @@ class TestLooking:
         assert (refused.exit_code, refused.out) == (2, "")
         assert "target: has no @; give an address, or @ and a domain" in refused.err
 
-    @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
+    @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all"), ("resume",)])
     def test_an_unknown_queue_is_reported_with_the_known_ones(
         self, cli: Callable[..., Done], database: psycopg.Connection, command: tuple[str, ...]
     ) -> None:
@@ -962,7 +979,7 @@ class TestLooking:
     ) -> None:
         put(database, queue="bulk")
         assert cli("list", "--queue", "bulk", "--state", "failed").exit_code == 0
-        assert cli("redrive", "--all-failed", "--queue", "bulk").exit_code == 0
+        assert cli("redrive", "--all", "--queue", "bulk").exit_code == 0
 
     def test_text_of_a_message_cannot_control_the_terminal(
         self, cli: Callable[..., Done], database: psycopg.Connection
@@ -998,6 +1015,17 @@ class TestDeciding:
         acts = database.execute("SELECT actor, action, message_ids, origin ~ '^cli .' FROM pgoutbox.audit").fetchall()
         assert acts == [("ada", "redrive", [message_id], True)]
 
+    def test_an_act_is_recorded_with_the_person_of_a_shared_account(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOGNAME", "ops")
+        cli("--as", "ada@example.org", "redrive", put(database, State.FAILED))
+        cli("redrive", put(database, State.FAILED))
+        acts = database.execute("SELECT actor, origin ~ '^cli ops@.' FROM pgoutbox.audit ORDER BY id").fetchall()
+        assert acts == [("ada@example.org", True), ("ops", False)]
+        refused = cli("--as", " ", "redrive", put(database, State.FAILED))
+        assert (refused.exit_code, "--as: give a name of 1 to 200 characters" in refused.err) == (2, True)
+
     def test_redrive_names_the_newer_message(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         older = put(database, State.FAILED, coalesce_key="k")
         newer = put(database, coalesce_key="k")
@@ -1007,13 +1035,14 @@ class TestDeciding:
         ("command", "state", "done"),
         [
             (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
-            (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
+            (("redrive", "--all", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("resend", "--topic", "sms"), State.SENT, RESENT),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
             (("dismiss", "--topic", "sms", "--reason", "spam"), State.FAILED, DISMISSED),
             (("reschedule", "--topic", "sms", "--at", "2h"), State.PENDING, RESCHEDULED),
             (("correct", "--topic", "sms", "--set", "owner=user-7"), State.FAILED, CORRECTED),
             (("release", "--topic", "sms"), State.SENDING, RELEASED),
+            (("snooze", "--topic", "sms", "--for", "2h", "--reason", "moves"), State.PENDING, only("snooze")),
         ],
     )
     def test_an_act_by_filter_needs_a_confirmation(
@@ -1040,7 +1069,7 @@ class TestDeciding:
         put(database, State.FAILED)
         put(database, State.FAILED, coalesce_key="k")
         put(database, coalesce_key="k")
-        assert cli("redrive", "--all-failed", "--yes") == Done(0, "1 redriven; left alone: 1 superseded\n", "")
+        assert cli("redrive", "--all", "--yes") == Done(0, "1 redriven; left alone: 1 superseded\n", "")
         locked, other = put(database, State.FAILED, topic="sms"), connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [locked])
         assert cli("redrive", "--topic", "sms", "--yes") == Done(1, "0 redriven; left alone: 1 locked\n", "")
@@ -1090,7 +1119,7 @@ class TestDeciding:
         ("command", "state", "told"),
         [
             ("redrive", State.FAILED, "would be pending again"),
-            ("resend", State.SENT, "would be resent"),
+            ("resend", State.SENT, "would be resent as a copy"),
             ("cancel", State.PENDING, "would be cancelled"),
             ("release", State.SENDING, "would be taken from its worker, and tried again when the lease ends"),
         ],
@@ -1171,7 +1200,7 @@ class TestDeciding:
             ((), None),
             (("--at", "3650d"), None),
         ):
-            assert cli("reschedule", message_id, *option).out == f"message {message_id}: rescheduled\n"
+            assert cli("reschedule", message_id, *option).out == f"message {message_id}: due at its new time\n"
             row = database.execute(
                 "SELECT available_at = %s, available_at > now() FROM pgoutbox.message", [due_at]
             ).fetchone()
@@ -1301,6 +1330,20 @@ class TestDeciding:
         done = cli("pause", "later")
         assert done.exit_code == 0
         assert done.err == "warning: queue 'later' has no messages yet; known queues: none\n"
+        assert cli("limit", "soon", "--rate", "1/s").err == ""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("command", [("pause", "mial"), ("limit", "mial", "--rate", "1/s")])
+    def test_a_person_is_asked_about_a_queue_without_messages(
+        self, dsn: str, database: psycopg.Connection, command: tuple[str, ...]
+    ) -> None:
+        put(database, queue="mail")
+        refused = run_on_terminal(*command, dsn=dsn, keys="n\n")
+        assert (refused.exit_code, "known queues: mail" in refused.out) == (1, True)
+        assert f"{command[0].capitalize()} it?" in refused.out
+        assert database.execute("SELECT FROM pgoutbox.queue").fetchall() == []
+        assert run_on_terminal(*command, dsn=dsn, keys="y\n").exit_code == 0
+        assert database.execute("SELECT name FROM pgoutbox.queue").fetchall() == [("mial",)]
 
 
 GREETER = """

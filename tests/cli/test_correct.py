@@ -115,4 +115,4 @@ def test_a_message_in_flight_is_taken_from_its_worker(cli: Callable[..., Done], 
     done = cli("release", in_flight, failed)
     assert done.exit_code == 1
     assert f"message {in_flight}: taken from its worker, and tried again when the lease ends" in done.out
-    assert f"message {failed} is failed; only messages in flight can be released" in done.err
+    assert f"message {failed} is failed; only sending messages can be released" in done.err

@@ -415,6 +415,11 @@ def test_an_id_leads_directly_to_its_message(site: Site, db: psycopg.Connection)
     assert (answer.status_code, answer.headers["location"]) == (303, f"/messages/{message_id}")
 
 
+def links_to_messages(page: Page) -> list[str]:
+    """Return the links to lists of messages below the header, which has three."""
+    return [href for href in page.values("a", "href") if href.startswith("/messages?")][3:]
+
+
 def test_each_tab_counts_and_lists_the_messages_of_its_state(site: Site, db: psycopg.Connection) -> None:
     ids = {state.value: [put(db, state) for _ in range(number)] for number, state in enumerate(State, start=2)}
     later = ids["pending"].pop()
@@ -428,7 +433,7 @@ def test_each_tab_counts_and_lists_the_messages_of_its_state(site: Site, db: psy
     page = get(site.vera, "/messages")
     tabs = " ".join(f"{name} {len(found)}" for name, found in ids.items())
     assert f"all 27 {tabs} " in page.words
-    paths = [href for href in page.values("a", "href") if href.startswith("/messages?")]
+    paths = links_to_messages(page)
     assert paths[0] == "/messages?"
     assert [ids_on(get(site.vera, path)) for path in paths[1:9]] == [found[::-1] for found in ids.values()]
 
@@ -438,7 +443,7 @@ def test_a_tab_keeps_the_other_filters_and_counts_nothing_with_them(site: Site, 
     put(db, State.FAILED)
     page = get(site.vera, "/messages?topic=sms&state=sent&limit=20")
     assert "all due scheduled retrying in flight failed sent skipped cancelled" in page.words
-    (path,) = [href for href in page.values("a", "href") if "state=failed" in href]
+    (path,) = [href for href in links_to_messages(page) if "state=failed" in href]
     assert path == "/messages?state=failed&topic=sms&limit=20"
     assert ids_on(get(site.vera, path)) == [wanted]
     assert "cancelled pending, sending" in get(site.vera, "/messages?state=pending&state=sending&topic=sms").words
@@ -494,7 +499,7 @@ def test_a_message_links_to_the_messages_with_the_same_values(site: Site, db: ps
     put(db, topic="sms", queue="bulk")
     for shown, count in ((message_id, 6), (ordered, 3), (long_one, 2)):
         page = get(site.ada, f"/messages/{shown}")
-        paths = [href for href in page.values("a", "href") if href.startswith("/messages?")]
+        paths = links_to_messages(page)
         assert len(paths) == count
         for path in paths:
             found = ids_on(get(site.ada, path))
@@ -644,7 +649,7 @@ def hostile(db: psycopg.Connection) -> int:
         """,
         [HOSTILE, HOSTILE, HOSTILE],
     )
-    Operator(db, actor=HOSTILE, origin=HOSTILE).redrive_all(MessageFilter(text=HOSTILE[:20]))
+    Operator(db, actor=HOSTILE, origin=HOSTILE).act_on_all("redrive", MessageFilter(text=HOSTILE[:20]))
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({HOSTILE: HOSTILE})])
     db.execute(
         "UPDATE pgoutbox.message SET state = 'failed', finished_at = now(), last_error = %s WHERE id = %s",
@@ -829,6 +834,75 @@ def test_a_message_in_flight_is_put_back(site: Site, db: psycopg.Connection) -> 
     assert (action, ids) == ("release", [message_id])
 
 
+def test_a_message_tells_why_it_waits_until_when_and_where_that_ends(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db)
+    page = get(site.ada, f"/messages/{message_id}")
+    assert "Deliver now" not in page.words  # It is due, so the button would change nothing.
+    db.execute(
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '2 h')"
+    )
+    page = get(site.ada, f"/messages/{message_id}")
+    assert "Waits: its queue is paused (see the queue); until in 1 h." in page.words
+    assert "/queues?queue=default" in page.values("a", "href")
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day'")
+    assert "Deliver now" in get(site.ada, f"/messages/{message_id}").words
+
+
+def test_every_page_has_the_totals_and_the_first_one_the_worst_finding(site: Site, db: psycopg.Connection) -> None:
+    for state in (State.FAILED, State.FAILED, State.SENDING, State.PENDING):
+        put(db, state)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '1 h' WHERE state = 'pending'")
+    for path in ("/", "/messages", "/queues", "/topics", "/audit"):
+        page = get(reloaded(site).vera, path)
+        assert "1 problem 1 due 1 in flight 2 failed" in page.words
+        assert "Failed 2" in page.words
+    page = get(site.vera, "/")
+    assert "Problems 1 message is not delivered: no worker is running." in page.words
+
+
+def test_no_page_depends_on_the_totals(site: Site, db: psycopg.Connection, connect: Connect) -> None:
+    holder = connect()
+    holder.execute("LOCK TABLE pgoutbox.breaker")
+    page = get(reloaded(site).ada, "/audit")
+    assert "Operator acts" in page.words or "Audit" in page.words
+    assert "in flight" not in page.words
+    holder.rollback()
+    assert "0 in flight" in get(reloaded(site).ada, "/audit").words
+
+
+def test_the_form_for_another_time_needs_a_time(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day'")
+    refused = site.ada.post(f"/messages/{message_id}/reschedule", data={"available_at": ""})
+    assert (refused.status_code, "available_at: must be given" in Page(refused.text).words) == (422, True)
+
+
+@pytest.mark.parametrize(("act", "state"), [("snooze", State.SENDING), ("cancel", State.SENT)])
+def test_a_refusal_does_not_depend_on_the_state_that_a_form_claims(
+    site: Site, db: psycopg.Connection, act: str, state: State
+) -> None:
+    message_id = put(db, State.SENDING if act == "snooze" else State.PENDING)
+    form = {"state": state.value, "duration": "1", "reason": "moves"}
+    page = Page(site.ada.post(f"/messages/{message_id}/{act}", data=form, follow_redirects=True).text)
+    told = {"snooze": "is sending; only pending messages can be snoozed", "cancel": "The message is cancelled."}
+    assert told[act] in page.words
+
+
+def test_a_pending_message_is_snoozed_for_a_reason(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db)
+    path = f"/messages/{message_id}/snooze"
+    assert path in get(site.ada, f"/messages/{message_id}").values("form", "action")
+    asked = {"duration": "2", "unit": "hours", "reason": "the mail server moves"}
+    for field, told in (("duration", "duration: must be given"), ("reason", "reason: say why it has to wait")):
+        refused = site.ada.post(path, data={name: value for name, value in asked.items() if name != field})
+        assert (refused.status_code, told in Page(refused.text).words) == (422, True)
+    page = Page(site.ada.post(path, data=asked, follow_redirects=True).text)
+    assert "The message is not due before the end of this time." in page.words
+    assert "the mail server moves" in page.words
+    query = "SELECT available_at > now() + interval '119 min' FROM pgoutbox.message WHERE id = %s"
+    assert db.execute(query, [message_id]).fetchone() == (True,)
+
+
 def test_a_failed_message_is_dismissed_with_a_reason(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
     path = f"/messages/{message_id}/dismiss"
@@ -847,8 +921,8 @@ def test_a_pending_message_is_rescheduled(site: Site, db: psycopg.Connection, mo
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day' WHERE state = 'pending'")
     path = f"/messages/{message_id}/reschedule"
     assert path in get(site.ada, f"/messages/{message_id}").values("form", "action")
-    page = Page(site.ada.post(path, data={"at": moment}, follow_redirects=True).text)
-    assert "The message has its new due time." in page.words
+    page = Page(site.ada.post(path, data={"available_at": moment} if moment else {}, follow_redirects=True).text)
+    assert "The message is due at its new time." in page.words
     row = db.execute(
         "SELECT available_at = coalesce(nullif(%s, '')::timestamp AT TIME ZONE 'UTC', available_at), "
         "available_at <= now() FROM pgoutbox.message",
@@ -1402,8 +1476,8 @@ def test_a_bulk_dismisses_failed_messages(site: Site, db: psycopg.Connection) ->
 
 def test_a_bulk_reschedules_pending_messages(site: Site, db: psycopg.Connection) -> None:
     put(db)
-    assert "at" in get(site.ada, "/bulk?do=reschedule").values("input", "name")
-    answer = site.ada.post("/bulk", data={"do": "reschedule", "at": "2030-01-01T10:00"})
+    assert "available_at" in get(site.ada, "/bulk?do=reschedule").values("input", "name")
+    answer = site.ada.post("/bulk", data={"do": "reschedule", "available_at": "2030-01-01T10:00"})
     assert "rescheduled 1" in wait_for_bulk(site, answer.headers["location"]).words
     moments = db.execute("SELECT available_at = '2030-01-01 10:00+00' FROM pgoutbox.message").fetchall()
     assert moments == [(True,)]
@@ -2176,7 +2250,7 @@ def test_problems_are_first_on_the_overview_with_their_remedies(site: Site, db: 
     page = get(site.vera, "/")
     assert page.words.index("Problems") < page.words.index("States")
     db.execute(REPORT_WORKER)
-    assert "None: messages are delivered." in get(reloaded(site).vera, "/").words
+    assert "Messages are delivered." in get(reloaded(site).vera, "/").words
     fail_with(db, f"refused: password={CANARY}")
     db.execute(OPEN_BREAKER, [BREAKER])
     put(db, queue="reports")
@@ -2437,13 +2511,16 @@ def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Con
 @pytest.mark.parametrize(
     ("prepare", "told"),
     [
-        ("SELECT 1", "Waits: no running worker serves its queue; pgoutbox workers lists the queues."),
+        ("SELECT 1", "Waits: no running worker serves its queue; pgoutbox workers lists the queues (see the workers)."),
         (REPORT_WORKER, "Waits: it is due, and the next free slot of a worker takes it."),
         (
             REPORT_WORKER.replace("{mail}", "{sms}"),
             "Waits: no running worker of its queue has a handler for its topic; pgoutbox workers lists",
         ),
-        ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())", "Waits: its queue is paused."),
+        (
+            "INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())",
+            "Waits: its queue is paused (see the queue).",
+        ),
     ],
 )
 def test_the_page_of_a_message_says_why_it_waits(

@@ -180,6 +180,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "close_breaker",
         "correct",
         "dismiss",
+        "snooze",
         "_enqueue_act",
         "_is_known_topic",
         "_erase",
@@ -836,11 +837,11 @@ def test_an_operator_can_run_every_operator_action(
     connection.commit()
 
     assert Operator(operator).redrive(failed).is_done
-    assert Operator(operator).redrive_all(MessageFilter()) == {"redriven": len(others)}
+    assert Operator(operator).act_on_all("redrive", MessageFilter()) == {"redriven": len(others)}
     copy = Operator(operator).resend(sent)
     assert Operator(operator).cancel(copy.other_id or 0).result == "cancelled"
     assert Operator(operator).cancel_by_key("mail", coalesce_key="k")[0].id == pending
-    assert Operator(operator).cancel_all(MessageFilter(topic="mail")) == {"cancelled": 4}
+    assert Operator(operator).act_on_all("cancel", MessageFilter(topic="mail")) == {"cancelled": 4}
     Operator(operator).pause("default")
     Operator(operator).limit_rate("default", Rate(3, 60))
     Operator(operator).limit_in_flight("default", 3)
@@ -1096,6 +1097,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox.make_partition(4711)"),
     (WORKER, "SELECT pgoutbox._drop_partition('message_done_20200101')"),
     (OPERATOR, "SELECT FROM pgoutbox.dismiss('{1}', 'closed')"),
+    (OPERATOR, "SELECT FROM pgoutbox.snooze('{1,2,3}', '1 h', 'later')"),
     (OPERATOR, "SELECT pgoutbox.close_breaker('k')"),
     (OPERATOR, "SELECT pgoutbox.set_redirect('a@b.example')"),
     (OPERATOR, "SELECT pgoutbox.clear_redirect()"),

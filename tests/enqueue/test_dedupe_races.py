@@ -10,7 +10,7 @@ import pytest
 
 from pgoutbox import Enqueued, NewMessage, Outbox
 from pgoutbox.message import State
-from pgoutbox.operations import MessageResult, Operator, RedriveResult
+from pgoutbox.operations import ActResult, MessageResult, Operator
 from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import drained, redrive, settings_for, state_of
@@ -115,11 +115,11 @@ def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     first = put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     second = again(outbox, producer, "one")
     answer = Operator(operator).redrive(first)
-    assert answer == MessageResult(first, RedriveResult.LOCKED, None, "is locked by another transaction; try again")
+    assert answer == MessageResult(first, ActResult.LOCKED, None, "is locked by another transaction; try again")
     producer.commit()
     answer = Operator(operator).redrive(first)
     assert answer == MessageResult(
-        first, RedriveResult.DEDUPE_KEY_TAKEN, second.id, f"has lost its dedupe key to message {second.id}"
+        first, ActResult.DEDUPE_KEY_TAKEN, second.id, f"has lost its dedupe key to message {second.id}"
     )
     assert state_of(db, first) == State.CANCELLED
 

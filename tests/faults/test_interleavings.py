@@ -27,7 +27,7 @@ from pgoutbox.database import sql
 from pgoutbox.handlers import Context
 from pgoutbox.kernel import statements
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
-from pgoutbox.operations import MessageFilter, Operator, RedriveResult
+from pgoutbox.operations import ActResult, MessageFilter, Operator
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import Link
@@ -454,8 +454,8 @@ class Storm:
     def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
         (batch,) = Operator(session).bulk("redrive", choice.sample(self.ids, 20))
         for answer in batch.results:
-            self.answers[f"redrive: {'done' if answer.result is RedriveResult.REDRIVEN else 'refused'}"] += 1
-            if answer.result is RedriveResult.REDRIVEN:
+            self.answers[f"redrive: {'done' if answer.result is ActResult.REDRIVEN else 'refused'}"] += 1
+            if answer.result is ActResult.REDRIVEN:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:

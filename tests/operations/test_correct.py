@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from pgoutbox import ArgumentError, Context, Message, Outbox, State, StateError, Topic, UnknownTopicError
 from pgoutbox.catalogue import correct_message
 from pgoutbox.errors import MessageNotFoundError
-from pgoutbox.operations import Action, Correction, CorrectResult, MessageFilter, Operator
+from pgoutbox.operations import Action, ActResult, Correction, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL, meanwhile, put
 from tests.support.outbox_actions import enqueue, lapse, running, settings_for, state_of
@@ -50,7 +50,7 @@ def fields_of(connection: psycopg.Connection, message_id: int) -> tuple[Any, ...
 def test_all_fields_are_replaced_and_a_failed_message_is_pending(db: psycopg.Connection, state: State) -> None:
     message_id, other = put(db, state), put(db, state)
     before = fields_of(db, other)
-    assert Operator(db).correct(message_id, ALL).result is CorrectResult.CORRECTED
+    assert Operator(db).correct(message_id, ALL).result is ActResult.CORRECTED
     assert fields_of(db, message_id) == ("pending", *ALL.values())
     assert fields_of(db, other) == before
 
@@ -72,11 +72,11 @@ def test_messages_in_other_states_are_left_alone(rolled_back: psycopg.Connection
     before = fields_of(rolled_back, message_id)
     result = Operator(rolled_back).correct(message_id, ALL)
     assert (result.result, result.explanation) == (
-        CorrectResult.WRONG_STATE,
+        ActResult.WRONG_STATE,
         f"is {state}; only failed and pending messages can be corrected",
     )
     assert fields_of(rolled_back, message_id) == before
-    assert Operator(rolled_back).correct(2**40, ALL).result is CorrectResult.MISSING
+    assert Operator(rolled_back).correct(2**40, ALL).result is ActResult.MISSING
 
 
 def test_a_cancelled_message_is_corrected_if_asked_for(db: psycopg.Connection) -> None:
@@ -88,7 +88,7 @@ def test_a_cancelled_message_is_corrected_if_asked_for(db: psycopg.Connection) -
 @pytest.mark.parametrize("state", [State.PENDING, State.FAILED])
 def test_only_messages_in_the_asked_states_are_corrected(db: psycopg.Connection, state: State) -> None:
     message_id, other = put(db, state), State.FAILED if state is State.PENDING else State.PENDING
-    assert Operator(db).correct(message_id, ALL, states=[other]).result is CorrectResult.WRONG_STATE
+    assert Operator(db).correct(message_id, ALL, states=[other]).result is ActResult.WRONG_STATE
     assert fields_of(db, message_id)[0] == state
     assert Operator(db).correct(message_id, ALL, states=[state]).is_done
 
@@ -111,14 +111,14 @@ def test_a_superseded_message_is_left_alone(db: psycopg.Connection) -> None:
         db.execute("UPDATE pgoutbox.key_head SET newest_id = newest_id + 1000")
     for message_id, state in ((failed, "failed"), (pending, "pending")):
         result = Operator(db).correct(message_id, ALL)
-        assert (result.result, result.other_id) == (CorrectResult.SUPERSEDED, pending + 1000)
+        assert (result.result, result.other_id) == (ActResult.SUPERSEDED, pending + 1000)
         assert fields_of(db, message_id)[0] == state
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.FAILED])
 def test_the_place_in_an_ordering_key_belongs_to_its_queue(db: psycopg.Connection, state: State) -> None:
     message_id = put(db, state, ordering_key="k")
-    assert Operator(db).correct(message_id, {"queue": "bulk"}).result is CorrectResult.ORDERED
+    assert Operator(db).correct(message_id, {"queue": "bulk"}).result is ActResult.ORDERED
     assert fields_of(db, message_id)[0] == state
     assert Operator(db).correct(message_id, {"queue": "default", "owner": "user-7"}).is_done
 
@@ -127,7 +127,7 @@ def test_a_message_that_has_lost_its_dedupe_key_stays_failed(db: psycopg.Connect
     first = put(db, State.CANCELLED, dedupe_key="k")
     second = put(db, dedupe_key="k")
     result = Operator(db).correct(first, ALL, states=[State.CANCELLED])
-    assert (result.result, result.other_id) == (CorrectResult.DEDUPE_KEY_TAKEN, second)
+    assert (result.result, result.other_id) == (ActResult.DEDUPE_KEY_TAKEN, second)
     assert fields_of(db, first)[0] == "cancelled"
 
 
@@ -135,7 +135,7 @@ def test_a_message_that_has_lost_its_dedupe_key_stays_failed(db: psycopg.Connect
 def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect, state: State) -> None:
     message_id, holder = put(db, state), connect()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR SHARE", [message_id])
-    assert Operator(db).correct(message_id, ALL).result is CorrectResult.LOCKED
+    assert Operator(db).correct(message_id, ALL).result is ActResult.LOCKED
     assert fields_of(db, message_id)[0] == state
 
 
@@ -151,8 +151,8 @@ def test_an_encrypted_message_keeps_payload_and_destination(
     if state is State.FAILED:
         db.execute(PUT_FINAL, {"id": message_id, "state": "failed", "age": timedelta()})
     before = fields_of(db, message_id)
-    assert Operator(db).correct(message_id, change).result is CorrectResult.ENCRYPTED
-    assert correct_message(Operator(db), outbox, message_id, change).result is CorrectResult.ENCRYPTED
+    assert Operator(db).correct(message_id, change).result is ActResult.ENCRYPTED
+    assert correct_message(Operator(db), outbox, message_id, change).result is ActResult.ENCRYPTED
     assert fields_of(db, message_id) == before
     assert Operator(db).correct(message_id, {"queue": "bulk"}).is_done
 
@@ -254,7 +254,7 @@ def test_redriven_messages_are_corrected_although_others_are_claimed(db: psycopg
 def test_two_operators_who_correct_two_members_lose_none(db: psycopg.Connection, connect: Connect) -> None:
     message_id, first, second = put(db), connect(), connect(autocommit=True)
     first.execute('SELECT pgoutbox.correct(%s, \'{"payload": {"name": "Ada"}}\')', ([message_id],))
-    assert Operator(second).correct(message_id, {"payload": {"to": "bob"}}).result is CorrectResult.LOCKED
+    assert Operator(second).correct(message_id, {"payload": {"to": "bob"}}).result is ActResult.LOCKED
     first.commit()
     assert Operator(second).correct(message_id, {"payload": {"to": "bob"}}).is_done
     assert fields_of(db, message_id)[1] == {"to": "bob", "name": "Ada"}
@@ -362,7 +362,7 @@ def test_a_claim_that_has_the_row_first_wins(db: psycopg.Connection, connect: Co
     """The message is in flight with its old destination, and the correction says so."""
     message_id, claimer, operator = put(db), connect(), connect(autocommit=True)
     claimer.execute("UPDATE pgoutbox.message SET owner = 'x' WHERE id = %s", [message_id])
-    assert Operator(operator).correct(message_id, ALL).result is CorrectResult.LOCKED
+    assert Operator(operator).correct(message_id, ALL).result is ActResult.LOCKED
     claimer.commit()
     assert Operator(operator).correct(message_id, ALL).is_done
 

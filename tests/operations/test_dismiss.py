@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from pgoutbox import ArgumentError, Outbox, State
-from pgoutbox.operations import Action, DismissResult, MessageFilter, Operator
+from pgoutbox.operations import Action, ActResult, MessageFilter, Operator
 from tests.support.messages import put
 from tests.support.outbox_actions import row_of, state_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def test_a_failed_message_is_dismissed_with_actor_and_reason(db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
-    assert Operator(db, actor="ada").dismiss(message_id, " mailbox closed ").result is DismissResult.DISMISSED
+    assert Operator(db, actor="ada").dismiss(message_id, " mailbox closed ").result is ActResult.DISMISSED
     row = row_of(db, message_id)
     assert (row.state, row.skip_reason) == ("skipped", "dismissed by ada: mailbox closed")
     (act,) = Operator(db).list_acts(message_id=message_id)
@@ -35,7 +35,7 @@ def test_without_an_actor_the_role_has_dismissed_it(db: psycopg.Connection) -> N
 def test_only_a_failed_message_is_dismissed(rolled_back: psycopg.Connection, state: State) -> None:
     message_id = put(rolled_back, state)
     result = Operator(rolled_back).dismiss(message_id, "spam")
-    assert result.result is DismissResult.WRONG_STATE
+    assert result.result is ActResult.WRONG_STATE
     assert result.explanation == f"is {state}; only failed messages can be dismissed"
     assert state_of(rolled_back, message_id) == state
 
@@ -44,8 +44,8 @@ def test_missing_and_locked_messages_are_named(db: psycopg.Connection, connect: 
     message_id, holder = put(db, State.FAILED), connect()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR KEY SHARE", [message_id])
     operator = Operator(db)
-    assert operator.dismiss(message_id, "spam").result is DismissResult.LOCKED
-    assert operator.dismiss(2**40, "spam").result is DismissResult.MISSING
+    assert operator.dismiss(message_id, "spam").result is ActResult.LOCKED
+    assert operator.dismiss(2**40, "spam").result is ActResult.MISSING
 
 
 def test_a_message_that_failed_again_since_is_left_alone(rolled_back: psycopg.Connection) -> None:
@@ -71,7 +71,7 @@ def test_the_function_needs_a_reason(rolled_back: psycopg.Connection, reason: st
 def test_all_failed_messages_of_a_filter_are_dismissed(db: psycopg.Connection) -> None:
     failed = [put(db, State.FAILED) for _ in range(3)]
     other = put(db, State.FAILED, topic="sms")
-    assert Operator(db).dismiss_all(MessageFilter(topic="mail"), "spam") == {"dismissed": 3}
+    assert Operator(db).act_on_all("dismiss", MessageFilter(topic="mail"), reason="spam") == {"dismissed": 3}
     assert [state_of(db, i) for i in (*failed, other)] == ["skipped"] * 3 + ["failed"]
 
 
@@ -94,3 +94,8 @@ def test_messages_behind_a_dismissed_one_are_claimable(db: psycopg.Connection, c
     Operator(db).dismiss(head, "spam")
     assert db.execute(view, [behind]).fetchone() == ("no worker",)
     assert [n.payload for n in listener.notifies(timeout=10, stop_after=1)] == ["all default"]
+
+
+def test_a_superseded_message_is_dismissed_as_well(db: psycopg.Connection) -> None:
+    older, _ = put(db, State.FAILED, coalesce_key="k"), put(db, coalesce_key="k")
+    assert Operator(db).dismiss(older, "spam").result is ActResult.DISMISSED

@@ -104,9 +104,11 @@ def history_of_a_person(outbox: Outbox, db: psycopg.Connection, owner: str, addr
         db.execute(SET_LAST_ERROR, (f"550 {address}", done))
         db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE id = ANY (%s)", [f"550 {address}", done])
     operator = Operator(db, actor="olga")
-    operator.resend_all(MessageFilter(owner=owner, states=[State.SENT], topic="news"))
-    operator.redrive_all(MessageFilter(destination=address.removeprefix("mailto:"), key=f"dedupe-{name}failed"))
-    operator.dismiss_all(MessageFilter(owner=owner, topic="reset"), f"{address} is closed")
+    operator.act_on_all("resend", MessageFilter(owner=owner, states=[State.SENT], topic="news"))
+    operator.act_on_all(
+        "redrive", MessageFilter(destination=address.removeprefix("mailto:"), key=f"dedupe-{name}failed")
+    )
+    operator.act_on_all("dismiss", MessageFilter(owner=owner, topic="reset"), reason=f"{address} is closed")
     operator.cancel_by_key("mail", dedupe_key=f"dedupe-{name}")
     copies = db.execute("SELECT id FROM pgoutbox.message WHERE resend_of = ANY (%s)", [ids]).fetchall()
     return ids + [message_id for (message_id,) in copies]
@@ -198,7 +200,7 @@ def others_of(db: psycopg.Connection, ids: list[int]) -> list[tuple[object, ...]
 def test_the_dump_shows_a_part_that_is_not_erased(db: psycopg.Connection, dsn: str, missing: str) -> None:
     """The audit and the keys each need their part of the erasure."""
     message_id = put_of(db, State.FAILED, coalesce_key="lovelace")
-    Operator(db).redrive_all(MessageFilter(owner=OWNER))
+    Operator(db).act_on_all("redrive", MessageFilter(owner=OWNER))
     if missing == "_erased_values":
         ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._erased_values'::regproc)").fetchall()
         head, _, _ = definition.partition("AS $function$")
@@ -347,7 +349,7 @@ def test_of_two_erasures_the_last_one_erases_a_shared_content(
 
 def test_an_erased_message_clears_only_its_own_acts(db: psycopg.Connection) -> None:
     mine, other = put_of(db, State.FAILED), put_of(db, State.FAILED)
-    Operator(db).redrive_all(MessageFilter(key="none", destination="ada@example.org"))
+    Operator(db).act_on_all("redrive", MessageFilter(key="none", destination="ada@example.org"))
     for message_id in (mine, other):
         Operator(db).dismiss(message_id, "closed: ada@example.org")
     Operator(db).erase(ids=[mine])
@@ -387,7 +389,7 @@ async def test_the_key_of_a_message_that_was_deleted_as_it_was_sent_is_erased_by
     mine, other, nobodys = welcome("lovelace", OWNER), welcome("babbage", "other"), welcome("turing", None)
     await Worker(outbox).run_once()
     assert count(db, "message") == 0
-    operator.redrive_all(MessageFilter(key="welcome-lovelace"))  # The audit has the key, too.
+    operator.act_on_all("redrive", MessageFilter(key="welcome-lovelace"))  # The audit has the key, too.
     assert operator.mentions(OWNER) == [Mention("dedupe", "owner", mine)]
     assert operator.erase(owner=OWNER).results == {mine: "erased"}
     dump = dump_of(dsn)

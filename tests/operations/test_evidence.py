@@ -21,7 +21,7 @@ from psycopg.types.json import Jsonb
 from pgoutbox import Context, Failure, Message, Outbox, Permanent, StateError, Topic
 from pgoutbox.cli.main import explain
 from pgoutbox.message import State
-from pgoutbox.operations import Action, CorrectResult, MessageFilter, Operator
+from pgoutbox.operations import Action, ActResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL
 from tests.support.messages import put as put_message
@@ -401,7 +401,7 @@ def test_an_encrypted_message_keeps_its_destination(dsn: str, db: psycopg.Connec
         for batch in Operator(db).bulk("correct", [sealed, plain], correction={"destination": EVIL})
         for result in batch.results
     )
-    assert (left.result, left.is_done, done.is_done) == (CorrectResult.ENCRYPTED, False, True)
+    assert (left.result, left.is_done, done.is_done) == (ActResult.ENCRYPTED, False, True)
     assert "is encrypted for its destination" in left.explanation
     assert Operator(db).redrive(sealed).is_done
     rows = db.execute("SELECT state, destination FROM pgoutbox.message ORDER BY id").fetchall()
@@ -443,7 +443,7 @@ async def test_the_hook_of_an_encrypted_message_keeps_its_destination(dsn: str, 
     await Worker(outbox).run_once()
     ((hook_id,),) = db.execute("SELECT id FROM pgoutbox.message WHERE failure_of IS NOT NULL").fetchall()
     assert seen == [(None, {"code": "x"})]
-    assert Operator(db).correct(hook_id, {"destination": EVIL}).result == CorrectResult.ENCRYPTED
+    assert Operator(db).correct(hook_id, {"destination": EVIL}).result == ActResult.ENCRYPTED
     assert Operator(db).redrive(hook_id).is_done
 
 
@@ -558,9 +558,9 @@ def test_an_erasure_leaves_the_words_of_other_acts_alone(db: psycopg.Connection)
     """Otherwise an operator erases any word of a colleague's act: no message has to have this owner."""
     operator = Operator(db)
     operator.dismiss(put(db, State.FAILED, owner="7", topic="greet"), "nobody will notice, ticket 4711")
-    operator.redrive_all(MessageFilter(topic="greet"))
+    operator.act_on_all("redrive", MessageFilter(topic="greet"))
     put(db, State.FAILED, topic="greet", owner="8")
-    operator.redrive_all(MessageFilter(topic="greet"))
+    operator.act_on_all("redrive", MessageFilter(topic="greet"))
     before = operator.list_acts()
     for word in ("notice", "greet", "failed", "4711", "nobody will notice", "will notice, ticket 4711"):
         operator.erase(owner=word)
@@ -571,7 +571,7 @@ def test_an_erasure_leaves_the_words_of_other_acts_alone(db: psycopg.Connection)
 
 def test_an_erasure_of_an_owner_leaves_a_topic_of_the_same_name_alone(db: psycopg.Connection) -> None:
     put(db, State.FAILED, owner="greet", topic="greet")
-    Operator(db).redrive_all(MessageFilter(topic="greet", owner="greet"))
+    Operator(db).act_on_all("redrive", MessageFilter(topic="greet", owner="greet"))
     Operator(db).erase(owner="greet")
     (act,) = Operator(db).list_acts(action=Action.REDRIVE)
     assert act.stated == {"topic": "greet", "owner": "(erased)", "states": ["failed"]}
@@ -579,7 +579,7 @@ def test_an_erasure_of_an_owner_leaves_a_topic_of_the_same_name_alone(db: psycop
 
 def test_a_search_finds_a_person_in_a_statement(db: psycopg.Connection) -> None:
     put(db, State.FAILED)
-    Operator(db).redrive_all(MessageFilter(topic="mail"))
+    Operator(db).act_on_all("redrive", MessageFilter(topic="mail"))
     db.execute("UPDATE pgoutbox.audit SET stated = jsonb_build_object('text', %s::text)", ("about ada@example.org",))
     assert [(found.table, found.column) for found in Operator(db).mentions("ada@example.org")] == [("audit", "stated")]
 
@@ -596,9 +596,11 @@ def test_an_erasure_finds_a_person_in_statements_and_reasons(db: psycopg.Connect
     operator = Operator(db)
     mine = put(db, State.FAILED, owner="ada-17", destination="mailto:ada@example.org", topic="greet")
     other = put(db, State.FAILED, topic="greet")
-    operator.redrive_all(MessageFilter(destination="mailto:ada@example.org", topic="greet"))
+    operator.act_on_all("redrive", MessageFilter(destination="mailto:ada@example.org", topic="greet"))
     operator.cancel(mine)
-    operator.redrive_all(MessageFilter(text="550 Ada@example.org unknown", states=[State.CANCELLED], topic="greet"))
+    operator.act_on_all(
+        "redrive", MessageFilter(text="550 Ada@example.org unknown", states=[State.CANCELLED], topic="greet")
+    )
     db.execute(PUT_FINAL, {"id": mine, "state": "failed", "age": timedelta()})
     operator.dismiss(mine, "customer ada-17 has left")
     operator.dismiss(other, "same mailbox as ada@example.org")

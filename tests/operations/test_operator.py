@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
 import sqlalchemy
 
 from pgoutbox import Operator, SchemaError, State, StateError
-from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError
-from pgoutbox.operations import MessageFilter, MessageResult, Rate, RedriveResult, ResendResult
+from pgoutbox.operations import ActResult, MessageFilter, MessageResult, Rate
 from pgoutbox.settings import load_settings
 from tests.support.messages import before_each_batch, put
 from tests.support.outbox_actions import state_of
@@ -51,7 +50,7 @@ def backends(db: psycopg.Connection) -> int:
 
 def test_an_operator_acts_under_its_name_and_origin(operator: Operator, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
-    assert operator.redrive(message_id) == MessageResult(message_id, RedriveResult.REDRIVEN)
+    assert operator.redrive(message_id) == MessageResult(message_id, ActResult.REDRIVEN)
     operator.pause("mail", duration=timedelta(minutes=5))
     operator.limit_rate("mail", Rate(20, 1))
     acts = operator.list_acts()
@@ -154,9 +153,9 @@ def test_a_refused_connection_is_not_left_open(empty_dsn: str) -> None:
 
 def test_an_unknown_id_is_reported_by_every_act(operator: Operator) -> None:
     missing = "does not exist"
-    assert operator.redrive(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, RedriveResult.MISSING, None, missing)
-    assert operator.resend(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, ResendResult.MISSING, None, missing)
-    assert operator.cancel(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, CancelResult.MISSING, None, missing)
+    assert operator.redrive(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, ActResult.MISSING, None, missing)
+    assert operator.resend(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, ActResult.MISSING, None, missing)
+    assert operator.cancel(UNKNOWN_ID) == MessageResult(UNKNOWN_ID, ActResult.MISSING, None, missing)
     with pytest.raises(MessageNotFoundError, match=str(UNKNOWN_ID)):
         operator.show_message(UNKNOWN_ID)
     assert operator.list_acts() == []
@@ -199,7 +198,7 @@ def test_a_bulk_act_does_nothing_before_it_is_iterated(operator: Operator, db: p
     message_id = put(db, State.FAILED)
     batches = operator.bulk("redrive", MessageFilter())
     assert state_of(db, message_id) == State.FAILED
-    assert next(batches).results == [MessageResult(message_id, RedriveResult.REDRIVEN)]
+    assert next(batches).results == [MessageResult(message_id, ActResult.REDRIVEN)]
 
 
 def test_a_bulk_act_that_is_not_continued_keeps_its_batches(operator: Operator, db: psycopg.Connection) -> None:
@@ -234,7 +233,7 @@ def test_a_bulk_resend_leaves_its_own_copies_alone(
 ) -> None:
     put(db, State.SENT)
     before_each_batch(monkeypatch, lambda: put(db, State.SENT))
-    assert operator.resend_all(MessageFilter()) == {"resent": 1}
+    assert operator.act_on_all("resend", MessageFilter()) == {"resent": 1}
 
 
 def test_a_bulk_act_searches_a_large_table_part_by_part(
@@ -256,20 +255,86 @@ def test_a_bulk_act_on_a_group_of_failures_leaves_the_others(operator: Operator,
     which = MessageFilter(error_group=group)
     assert [message.id for message in operator.list_messages(which)] == ids[:0:-1]
     assert operator.count_matching(which, limit=9) == 2
-    assert operator.redrive_all(which) == {"redriven": 2}
+    assert operator.act_on_all("redrive", which) == {"redriven": 2}
     assert state_of(db, ids[0]) == State.FAILED
 
 
 def test_states_that_an_action_cannot_change_are_refused(operator: Operator) -> None:
     with pytest.raises(StateError, match="only sent messages can be resent, not failed"):
-        operator.resend_all(MessageFilter(states=[State.FAILED]))
+        operator.act_on_all("resend", MessageFilter(states=[State.FAILED]))
 
 
 def test_a_dry_run_tells_the_results_and_changes_nothing(operator: Operator, db: psycopg.Connection) -> None:
     failed, sent = put(db, State.FAILED), put(db, State.SENT)
     with operator.dry_run():
         assert operator.redrive(failed).is_done
-        assert operator.redrive(sent).result is RedriveResult.WRONG_STATE
+        assert operator.redrive(sent).result is ActResult.WRONG_STATE
         assert operator.resend(sent).is_done
     assert (state_of(db, failed), operator.list_acts()) == (State.FAILED, [])
     assert operator.redrive(failed).is_done
+
+
+ACTS_BY_SQL = {
+    "redrive": ("SELECT * FROM pgoutbox.redrive(%(ids)s, attempt_counts => %(counts)s)", State.FAILED),
+    "dismiss": ("SELECT * FROM pgoutbox.dismiss(%(ids)s, 'spam', %(counts)s)", State.FAILED),
+    "correct": (
+        "SELECT * FROM pgoutbox.correct(%(ids)s, '{\"owner\": \"a\"}', attempt_counts => %(counts)s)", State.FAILED
+    ),
+    "snooze": ("SELECT * FROM pgoutbox.snooze(%(ids)s, '1 h', 'moves', %(counts)s)", State.PENDING),
+    "reschedule": ("SELECT * FROM pgoutbox.reschedule(%(ids)s, now() + interval '1 h')", State.PENDING),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["redrive", "dismiss", "correct"])
+def test_a_message_that_has_changed_is_not_locked(db: psycopg.Connection, connect: Connect, name: str) -> None:
+    call, state = ACTS_BY_SQL[name]
+    message_id, holder = put(db, state), connect()
+    answers = holder.execute(call.encode(), {"ids": [message_id], "counts": [99]}).fetchall()
+    assert answers == [(message_id, "changed", state, None)]
+    assert Operator(db).redrive(message_id).result is ActResult.REDRIVEN
+
+
+@pytest.mark.parametrize("name", ACTS_BY_SQL)
+def test_a_change_that_a_trigger_refuses_is_neither_reported_nor_recorded(db: psycopg.Connection, name: str) -> None:
+    call, state = ACTS_BY_SQL[name]
+    message_id = put(db, state)
+    db.execute("CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+    db.execute("CREATE TRIGGER refuse BEFORE UPDATE ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()")
+    query: LiteralString = "SELECT m.* FROM pgoutbox.message AS m WHERE m.id = %s"
+    before = db.execute(query, [message_id]).fetchall()
+    answers = db.execute(call.encode(), {"ids": [message_id], "counts": None}).fetchall()
+    assert answers == [(message_id, "locked", state, None)]
+    assert db.execute(query, [message_id]).fetchall() == before
+    assert Operator(db).list_acts() == []
+
+
+def test_only_a_superseded_message_names_another_one(db: psycopg.Connection) -> None:
+    sent, failed = put(db, State.SENT, coalesce_key="k"), put(db, State.FAILED, coalesce_key="k")
+    newer = put(db, coalesce_key="k")
+    (batch,) = Operator(db).bulk("redrive", [sent, failed])
+    assert [(one.result, one.other_id) for one in batch.results] == [
+        (ActResult.WRONG_STATE, None),
+        (ActResult.SUPERSEDED, newer),
+    ]
+
+
+@pytest.mark.parametrize(("act", "wakes"), [("dismiss", False), ("snooze", False), ("redrive", True)])
+def test_only_an_act_that_makes_messages_claimable_wakes_workers(
+    db: psycopg.Connection, connect: Connect, act: str, *, wakes: bool
+) -> None:
+    call, state = ACTS_BY_SQL[act]
+    listener = connect(autocommit=True)
+    listener.execute("LISTEN pgoutbox")
+    db.execute(call.encode(), {"ids": [put(db, state)], "counts": None})
+    db.execute("NOTIFY pgoutbox, 'end'")
+    told = [note.payload for note in listener.notifies(timeout=10, stop_after=2 if wakes else 1)]
+    assert told == [*(["all default"] if wakes else []), "end"]
+
+
+def test_arguments_and_states_of_other_acts_are_refused(rolled_back: psycopg.Connection) -> None:
+    operator, message_id = Operator(rolled_back), put(rolled_back, State.FAILED)
+    with pytest.raises(TypeError, match="reschedule has no argument 'availble_at'"):
+        operator.act_on_all("reschedule", MessageFilter(), availble_at=None)  # type: ignore[call-arg]
+    with pytest.raises(StateError, match="only failed messages can be dismissed, not cancelled"):
+        operator.act_on("dismiss", message_id, states=[State.CANCELLED], reason="spam")
+    assert operator.redrive(message_id, states=[]).result is ActResult.WRONG_STATE

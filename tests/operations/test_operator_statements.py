@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox import CancelResult
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import (
+    ActResult,
     JsonText,
     MessageFilter,
     MessageResult,
     Operator,
-    RedriveResult,
-    ResendResult,
     ShownMessage,
 )
+from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.support.worker_sql import End, claim, finish, sleeping_worker
@@ -295,7 +294,7 @@ class TestRedrive:
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state)
-        assert Operator(rolled_back).redrive(message_id) == MessageResult(message_id, RedriveResult.REDRIVEN)
+        assert Operator(rolled_back).redrive(message_id) == MessageResult(message_id, ActResult.REDRIVEN)
         message, _ = Operator(rolled_back).show_message(message_id)
         assert (message.state, message.finished_at) == (State.PENDING, None)
         assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
@@ -305,7 +304,7 @@ class TestRedrive:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
         answer = Operator(rolled_back).redrive(message_id)
-        assert answer.result is RedriveResult.WRONG_STATE
+        assert answer.result is ActResult.WRONG_STATE
         assert answer.explanation == f"is {state}; only failed and cancelled messages can be redriven"
         assert row_of(rolled_back, message_id) == before
 
@@ -316,7 +315,7 @@ class TestRedrive:
         newer = put(rolled_back, State.SENT, coalesce_key="k")
         answer = Operator(rolled_back).redrive(older)
         assert answer == MessageResult(
-            older, RedriveResult.SUPERSEDED, newer, f"is superseded by message {newer}, which is newer"
+            older, ActResult.SUPERSEDED, newer, f"is superseded by message {newer}, which is newer"
         )
         assert state_of(rolled_back, older) == State.FAILED
 
@@ -324,9 +323,9 @@ class TestRedrive:
         failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
         (batch,) = Operator(rolled_back).bulk("redrive", [UNUSED_ID, sent, failed, failed])
         assert [(a.id, a.result) for a in batch.results] == [
-            (failed, RedriveResult.REDRIVEN),
-            (sent, RedriveResult.WRONG_STATE),
-            (UNUSED_ID, RedriveResult.MISSING),
+            (failed, ActResult.REDRIVEN),
+            (sent, ActResult.WRONG_STATE),
+            (UNUSED_ID, ActResult.MISSING),
         ]
 
     def test_a_redrive_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
@@ -334,7 +333,7 @@ class TestRedrive:
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
         answer = Operator(operator).redrive(message_id)
-        assert answer.result is RedriveResult.LOCKED
+        assert answer.result is ActResult.LOCKED
 
     def test_a_redrive_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
@@ -350,11 +349,9 @@ class TestRedrive:
         third = put(rolled_back, dedupe_key="k")
         reason = f"has lost its dedupe key to message {third}"
         (batch,) = Operator(rolled_back).bulk("redrive", [first, second])
-        assert batch.results == [
-            MessageResult(n, RedriveResult.DEDUPE_KEY_TAKEN, third, reason) for n in (first, second)
-        ]
+        assert batch.results == [MessageResult(n, ActResult.DEDUPE_KEY_TAKEN, third, reason) for n in (first, second)]
         cancelled = MessageFilter(states=(State.CANCELLED,))
-        totals = Operator(rolled_back).redrive_all(cancelled)
+        totals = Operator(rolled_back).act_on_all("redrive", cancelled)
         assert totals == {"dedupe_key_taken": 2}
 
     def test_a_redriven_message_gets_its_key_back_after_the_other_message_is_deleted(
@@ -395,7 +392,7 @@ class TestRedrive:
             assert Operator(other).cancel(message_id).result == "cancelled"
 
         meanwhile(monkeypatch, redrive_and_cancel)
-        totals = Operator(operator).redrive_all(MessageFilter())
+        totals = Operator(operator).act_on_all("redrive", MessageFilter())
         assert totals == {"wrong_state": 1}
         assert state_of(operator, message_id) == State.CANCELLED
 
@@ -412,7 +409,7 @@ class TestRedrive:
             finish(other, End(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
 
         meanwhile(monkeypatch, fail_anew)
-        totals = Operator(operator).redrive_all(MessageFilter(text="no such mailbox"))
+        totals = Operator(operator).act_on_all("redrive", MessageFilter(text="no such mailbox"))
         assert totals == {"changed": 1}
         assert state_of(operator, message_id) == State.FAILED
 
@@ -424,8 +421,8 @@ class TestRedrive:
         monkeypatch.setattr(act, "_search", lambda *_: iter([({other: 2, same: 3}, other, other)]))
         (batch,) = act.bulk("redrive", MessageFilter())
         assert batch.results == [
-            MessageResult(same, RedriveResult.REDRIVEN),
-            MessageResult(other, RedriveResult.CHANGED, None, "was attempted again"),
+            MessageResult(same, ActResult.REDRIVEN),
+            MessageResult(other, ActResult.CHANGED, None, "was attempted again"),
         ]
         assert state_of(rolled_back, other) == State.FAILED
 
@@ -433,7 +430,7 @@ class TestRedrive:
         message_id = put(rolled_back, State.CANCELLED)
         answer = Operator(rolled_back).redrive(message_id, states=[State.FAILED])
         assert answer == MessageResult(
-            message_id, RedriveResult.WRONG_STATE, None, "is cancelled; only failed messages can be redriven"
+            message_id, ActResult.WRONG_STATE, None, "is cancelled; only failed messages can be redriven"
         )
         assert state_of(rolled_back, message_id) == State.CANCELLED
 
@@ -441,8 +438,8 @@ class TestRedrive:
         sms = put(rolled_back, State.FAILED, topic="sms")
         bulk = put(rolled_back, State.FAILED, queue="bulk")
         other = put(rolled_back, State.FAILED)
-        Operator(rolled_back).redrive_all(MessageFilter(topic="sms"))
-        Operator(rolled_back).redrive_all(MessageFilter(queue="bulk"))
+        Operator(rolled_back).act_on_all("redrive", MessageFilter(topic="sms"))
+        Operator(rolled_back).act_on_all("redrive", MessageFilter(queue="bulk"))
         states = [state_of(rolled_back, message_id) for message_id in (sms, bulk, other)]
         assert states == [State.PENDING, State.PENDING, State.FAILED]
 
@@ -473,7 +470,7 @@ class TestResend:
         message_id = put(rolled_back, state)
         messages = count(rolled_back, "message")
         answer = Operator(rolled_back).resend(message_id)
-        assert (answer.result, answer.is_done) == (ResendResult.WRONG_STATE, False)
+        assert (answer.result, answer.is_done) == (ActResult.WRONG_STATE, False)
         assert answer.explanation == f"is {state}; only sent messages can be resent"
         assert count(rolled_back, "message") == messages
 
@@ -481,7 +478,7 @@ class TestResend:
         older = put(rolled_back, State.SENT, coalesce_key="k")
         newer = put(rolled_back, coalesce_key="k")
         answer = Operator(rolled_back).resend(older)
-        assert (answer.result, answer.other_id) == (ResendResult.SUPERSEDED, newer)
+        assert (answer.result, answer.other_id) == (ActResult.SUPERSEDED, newer)
         assert count(rolled_back, "message") == 2
 
     def test_a_resend_waits_for_a_newer_message_that_is_being_enqueued(
@@ -500,18 +497,18 @@ class TestResend:
                 if waiting[0]:
                     producer.commit()
                     break
-            assert (resent.result().result, resent.result().other_id) == (ResendResult.SUPERSEDED, newer)
+            assert (resent.result().result, resent.result().other_id) == (ActResult.SUPERSEDED, newer)
 
     def test_a_missing_message_is_reported(self, rolled_back: psycopg.Connection) -> None:
         answer = Operator(rolled_back).resend(UNUSED_ID)
-        assert answer == MessageResult(UNUSED_ID, ResendResult.MISSING, None, "does not exist")
+        assert answer == MessageResult(UNUSED_ID, ActResult.MISSING, None, "does not exist")
 
     def test_the_statement_itself_copies_only_sent_messages(self, rolled_back: psycopg.Connection) -> None:
         refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
         refused.append(put(rolled_back, State.SENT, coalesce_key="k"))
         put(rolled_back, State.SENT, coalesce_key="k")
         for message_id in refused:
-            ((_, result, *_),) = rolled_back.execute(sql.RESEND, {"ids": [message_id]}).fetchall()
+            ((_, result, *_),) = rolled_back.execute(ACTS["resend"].statement, {"ids": [message_id]}).fetchall()
             assert result in ("wrong_state", "superseded")
 
     def test_messages_deleted_before_their_turn_are_not_counted_as_superseded(
@@ -521,7 +518,7 @@ class TestResend:
         other = connect(autocommit=True)
         delete: LiteralString = "DELETE FROM pgoutbox.message WHERE id = %s"
         meanwhile(monkeypatch, lambda: other.execute(delete, (message_id,)))
-        totals = Operator(operator).resend_all(MessageFilter())
+        totals = Operator(operator).act_on_all("resend", MessageFilter())
         assert totals == {"missing": 1}
 
 
@@ -540,7 +537,7 @@ class TestCancel:
     ) -> None:
         message_id = put(rolled_back, state)
         answer = Operator(rolled_back).cancel(message_id)
-        assert (answer.id, answer.result) == (message_id, CancelResult(result))
+        assert (answer.id, answer.result) == (message_id, ActResult(result))
         assert answer.is_done == (result in ("cancelled", "requested"))
 
     @pytest.mark.parametrize(("state", "asked_for"), [(State.PENDING, State.SENDING), (State.SENDING, State.PENDING)])
@@ -550,7 +547,7 @@ class TestCancel:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
         monkeypatch.setattr(Operator, "_search", lambda *_: iter([({message_id: 0}, message_id, message_id)]))
-        assert Operator(rolled_back).cancel_all(MessageFilter(states=[asked_for])) == {state.value: 1}
+        assert Operator(rolled_back).act_on_all("cancel", MessageFilter(states=[asked_for])) == {state.value: 1}
         assert row_of(rolled_back, message_id) == before
 
     def test_a_message_claimed_during_a_cancel_of_all_pending_is_not_stopped(
@@ -559,7 +556,7 @@ class TestCancel:
         message_id = put(operator, State.PENDING)
         other = connect(autocommit=True)
         meanwhile(monkeypatch, lambda: other.execute(PUT_SENDING, (message_id,)))
-        totals = Operator(operator).cancel_all(MessageFilter(states=[State.PENDING]))
+        totals = Operator(operator).act_on_all("cancel", MessageFilter(states=[State.PENDING]))
         assert totals == {"sending": 1}
         (asked,) = other.execute(
             "SELECT m.cancel_requested_at FROM pgoutbox.message_view AS m WHERE m.id = %s AND m.state = 'sending'",
@@ -573,7 +570,7 @@ class TestCancel:
         message_id = put(operator, State.PENDING)
         other = connect(autocommit=True)
         meanwhile(monkeypatch, lambda: Operator(other).cancel(message_id))
-        totals = Operator(operator).cancel_all(MessageFilter())
+        totals = Operator(operator).act_on_all("cancel", MessageFilter())
         assert totals == {"already_cancelled": 1}
         (act,) = Operator(operator).list_acts()
         assert (act.first_ids, act.details) == ([message_id], None)
@@ -582,8 +579,8 @@ class TestCancel:
         message_id = put(rolled_back, coalesce_key="k", dedupe_key="d")
         answers = Operator(rolled_back).cancel_by_key("mail", coalesce_key="k", dedupe_key="d")
         assert [(answer.id, answer.result) for answer in answers] == [
-            (message_id, CancelResult.CANCELLED),
-            (message_id, CancelResult.ALREADY_CANCELLED),
+            (message_id, ActResult.CANCELLED),
+            (message_id, ActResult.ALREADY_CANCELLED),
         ]
         (act,) = Operator(rolled_back).list_acts(message_id=message_id)
         assert act.first_ids == [message_id]
@@ -603,7 +600,7 @@ class TestCancel:
         put(rolled_back, State.SENT, coalesce_key="k")
         newest = put(rolled_back, coalesce_key="k")
         only = put(rolled_back, dedupe_key="k")
-        cancelled = CancelResult.CANCELLED
+        cancelled = ActResult.CANCELLED
         assert Operator(rolled_back).cancel_by_key("mail", coalesce_key="k") == [MessageResult(newest, cancelled)]
         assert Operator(rolled_back).cancel_by_key("mail", dedupe_key="k") == [MessageResult(only, cancelled)]
         assert Operator(rolled_back).cancel_by_key("sms", dedupe_key="k") == []

@@ -17,7 +17,7 @@ import pytest
 
 from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations import Operator, RedriveResult, ResendResult
+from pgoutbox.operations import ActResult, Operator
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
 from tests.support import races
 from tests.support.messages import put
@@ -28,6 +28,7 @@ from tests.support.worker_sql import claim, finish_sent, ids_in_flight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pgoutbox import Outbox
     from tests.conftest import Connect
 
 DAY = timedelta(days=1)
@@ -90,7 +91,7 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     delete(db, other, newest)
     assert page(db) == ("mail", "other", 2, 1 if is_guarded else 2)
     answer = Operator(db).redrive(older)
-    assert (answer.result is RedriveResult.REDRIVEN) is not is_guarded
+    assert (answer.result is ActResult.REDRIVEN) is not is_guarded
     assert answer.other_id == (newest if is_guarded else None)
 
 
@@ -141,7 +142,7 @@ def test_the_head_stays_while_its_newest_message_exists(
     if state is State.SENT and is_guarded:
         assert Operator(db).resend(newest).is_done
     if state is State.SENT and not is_guarded:
-        assert Operator(db).resend(newest).result is ResendResult.SUPERSEDED
+        assert Operator(db).resend(newest).result is ActResult.SUPERSEDED
 
 
 RESEND_NEWEST = "OR head.newest_id = m.id)\n"
@@ -432,3 +433,36 @@ def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Co
     finish_sent(db, (message_id, 1))
     assert Operator(db).prune_by_retention().key_heads == 1
     assert keys(db) == []
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_redrive_takes_the_key_of_a_deleted_message_back_unless_it_is_kept(
+    outbox: Outbox, db: psycopg.Connection, *, is_kept: bool
+) -> None:
+    first = put(db, State.CANCELLED, dedupe_key="k")
+    second = outbox.on(db).enqueue("mail", {}, dedupe_key="k", require_transaction=False)
+    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [second.id])
+    db.execute("UPDATE pgoutbox.dedupe SET is_kept = %s", [is_kept])
+    expected = ActResult.DEDUPE_KEY_TAKEN if is_kept else ActResult.REDRIVEN
+    assert Operator(db).redrive(first).result is expected
+
+
+def test_of_two_messages_with_one_free_key_the_newer_one_gets_it(db: psycopg.Connection) -> None:
+    older, newer = (put(db, State.CANCELLED, dedupe_key="k") for _ in range(2))
+    db.execute("DELETE FROM pgoutbox.dedupe")
+    (batch,) = Operator(db).bulk("redrive", [older, newer])
+    assert [(one.result, one.other_id) for one in batch.results] == [
+        (ActResult.DEDUPE_KEY_TAKEN, newer),
+        (ActResult.REDRIVEN, None),
+    ]
+
+
+def test_a_redrive_does_not_wait_for_a_key_that_another_transaction_has_locked(
+    db: psycopg.Connection, connect: Connect
+) -> None:
+    first = put(db, State.CANCELLED, dedupe_key="k")
+    second = put(db, dedupe_key="k")
+    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [second])
+    db.execute("SET statement_timeout = '10 s'")
+    connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
+    assert Operator(db).redrive(first).result is ActResult.DEDUPE_KEY_TAKEN

@@ -10,7 +10,7 @@ import pytest
 from pgoutbox import Context, LeaseLostError, Message, Outbox, State
 from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome
-from pgoutbox.operations import Action, MessageFilter, Operator, ReleaseResult
+from pgoutbox.operations import Action, ActResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import meanwhile, put
 from tests.support.outbox_actions import attempts_of, begin, enqueue, row_of, running, settings_for, state_of
@@ -38,7 +38,7 @@ def test_a_released_message_is_tried_again_when_its_lease_ends(db: psycopg.Conne
     message_id = enqueue(db)
     begin(db, message_id)
     before = db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view").fetchall()
-    assert Operator(db).release(message_id).result is ReleaseResult.RELEASED
+    assert Operator(db).release(message_id).result is ActResult.RELEASED
     assert db.execute("SELECT lease_expires_at FROM pgoutbox.in_flight_view").fetchall() == before
     assert end_lapsed(db) == []
     lapse_all(db)
@@ -107,16 +107,16 @@ def test_only_a_message_in_flight_is_released(rolled_back: psycopg.Connection, s
     message_id = put(rolled_back, state)
     result = Operator(rolled_back).release(message_id)
     assert (result.result, result.explanation) == (
-        ReleaseResult.WRONG_STATE,
-        f"is {state}; only messages in flight can be released",
+        ActResult.WRONG_STATE,
+        f"is {state}; only sending messages can be released",
     )
-    assert Operator(rolled_back).release(2**40).result is ReleaseResult.MISSING
+    assert Operator(rolled_back).release(2**40).result is ActResult.MISSING
 
 
 def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect) -> None:
     message_id, holder = put(db, State.SENDING), connect()
     holder.execute("SELECT FROM pgoutbox.message FOR UPDATE")
-    assert Operator(db).release(message_id).result is ReleaseResult.LOCKED
+    assert Operator(db).release(message_id).result is ActResult.LOCKED
     holder.rollback()
     assert Operator(db).release(message_id).is_done
 
@@ -160,7 +160,7 @@ def test_another_attempt_than_the_listed_one_is_left_alone(
     put(db, State.SENDING)
     meanwhile(monkeypatch, lambda: db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1"))
     batches = list(Operator(db).bulk("release", MessageFilter(topic="mail")))
-    assert [result.result for batch in batches for result in batch.results] == [ReleaseResult.CHANGED]
+    assert [result.result for batch in batches for result in batch.results] == [ActResult.CHANGED]
     assert db.execute("SELECT worker FROM pgoutbox.message").fetchone() == ("w",)
 
 

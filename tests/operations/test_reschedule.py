@@ -12,7 +12,7 @@ import pytest
 from psycopg.errors import SerializationFailure
 
 from pgoutbox import ArgumentError, Context, Message, Outbox, RescheduleResult, State
-from pgoutbox.operations import Action, MessageFilter, Operator
+from pgoutbox.operations import Action, ActResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
 from tests.support.messages import PUT_FINAL, put
 from tests.support.outbox_actions import enqueue, running, settings_for, state_of
@@ -41,7 +41,7 @@ def later() -> datetime:
 
 def test_a_message_becomes_due_at_once(db: psycopg.Connection) -> None:
     message_id = enqueue(db, available_at=later())
-    assert Operator(db).reschedule(message_id).result is RescheduleResult.RESCHEDULED
+    assert Operator(db).reschedule(message_id).result is ActResult.RESCHEDULED
     assert due_of(db, message_id) <= datetime.now(UTC)
 
 
@@ -63,33 +63,33 @@ def test_only_a_pending_message_is_rescheduled(rolled_back: psycopg.Connection, 
     message_id = put(rolled_back, state)
     before = due_of(rolled_back, message_id)
     result = Operator(rolled_back).reschedule(message_id, later())
-    assert result.result is RescheduleResult.WRONG_STATE
+    assert result.result is ActResult.WRONG_STATE
     assert result.explanation == f"is {state}; only pending messages can be rescheduled"
     assert due_of(rolled_back, message_id) == before
 
 
 def test_a_missing_message_is_named(rolled_back: psycopg.Connection) -> None:
-    assert Operator(rolled_back).reschedule(2**40).result is RescheduleResult.MISSING
+    assert Operator(rolled_back).reschedule(2**40).result is ActResult.MISSING
 
 
 def test_a_superseded_message_is_left_alone(rolled_back: psycopg.Connection) -> None:
     older, newer = (enqueue(rolled_back, coalesce_key="k") for _ in range(2))
     result = Operator(rolled_back).reschedule(older, later())
-    assert (result.result, result.other_id) == (RescheduleResult.SUPERSEDED, newer)
+    assert (result.result, result.other_id) == (ActResult.SUPERSEDED, newer)
     assert Operator(rolled_back).reschedule(newer, later()).is_done
 
 
 def test_a_message_that_would_expire_before_is_left_alone(rolled_back: psycopg.Connection) -> None:
     moment = later()
     message_id = enqueue(rolled_back, expires_at=moment)
-    assert Operator(rolled_back).reschedule(message_id, moment).result is RescheduleResult.EXPIRES
+    assert Operator(rolled_back).reschedule(message_id, moment).result is ActResult.EXPIRES
     assert Operator(rolled_back).reschedule(message_id, moment - timedelta(seconds=1)).is_done
 
 
 def test_a_locked_message_is_left_alone(db: psycopg.Connection, connect: Connect) -> None:
     message_id, holder = enqueue(db), connect()
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR SHARE", [message_id])
-    assert Operator(db).reschedule(message_id, later()).result is RescheduleResult.LOCKED
+    assert Operator(db).reschedule(message_id, later()).result is ActResult.LOCKED
 
 
 @pytest.mark.parametrize("moment", [datetime(2026, 1, 1), datetime(2126, 1, 1, tzinfo=UTC)])  # noqa: DTZ001 - refused
@@ -108,7 +108,7 @@ def test_all_messages_of_a_filter_are_rescheduled(db: psycopg.Connection) -> Non
     retries = [put(db, topic="mail") for _ in range(3)]
     other = put(db, topic="sms")
     moment, before = later(), due_of(db, other)
-    assert Operator(db).reschedule_all(MessageFilter(topic="mail"), moment) == {"rescheduled": 3}
+    assert Operator(db).act_on_all("reschedule", MessageFilter(topic="mail"), available_at=moment) == {"rescheduled": 3}
     assert {due_of(db, i) for i in retries} == {moment}
     assert due_of(db, other) == before
 
@@ -226,3 +226,10 @@ def test_a_message_that_is_finished_at_this_moment_fails_no_transaction(
         else:
             with pytest.raises(SerializationFailure):
                 waiting.result()
+
+
+def test_a_message_that_is_left_alone_is_not_locked(outbox: Outbox, db: psycopg.Connection, connect: Connect) -> None:
+    producer, message_id = connect(), put(db, State.FAILED)
+    assert outbox.on(producer).reschedule(message_id) is RescheduleResult.WRONG_STATE
+    assert Operator(db).redrive(message_id).result is ActResult.REDRIVEN
+    producer.rollback()

@@ -73,7 +73,7 @@ def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Proc
         if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
             redriven_at = now
             try:
-                done = Operator(connection).redrive_all(MessageFilter(topic="soak.halted"))
+                done = Operator(connection).act_on_all("redrive", MessageFilter(topic="soak.halted"))
             except psycopg.errors.ProgramLimitExceeded:
                 ledger.write("refused", "a redrive")
                 continue

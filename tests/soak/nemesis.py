@@ -451,7 +451,7 @@ class Nemesis:
 
     def redrive(self) -> None:
         """Redrive everything that failed."""
-        command = [sys.executable, "-m", "pgoutbox", "redrive", "--all-failed", "--yes", "--json"]
+        command = [sys.executable, "-m", "pgoutbox", "redrive", "--all", "--yes", "--json"]
         environment = {**os.environ, "PGOUTBOX_DSN": self.fleet.server.dsn}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):

@@ -23,7 +23,6 @@ from pgoutbox import (
     Outbox,
     Permanent,
     Producer,
-    RescheduleResult,
     Sent,
     Skip,
     SyncContext,
@@ -32,8 +31,7 @@ from pgoutbox import (
     Webhook,
     Worker,
 )
-from pgoutbox.operations import Batch, DismissResult, MessageFilter, MessageResult, RedriveResult, ResendResult
-from pgoutbox.operations.records import AnyResult
+from pgoutbox.operations import ActResult, Batch, MessageFilter, MessageResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -268,15 +266,15 @@ def test_with_the_plugin(driver: OutboxDriver) -> None:
 def operate(dsn: str, connection: psycopg.Connection) -> None:
     with Operator(dsn, actor="ada") as operator:
         assert_type(operator, Operator)
-        assert_type(operator.redrive(42), MessageResult[RedriveResult])
-        assert_type(operator.resend(42).result, ResendResult)
-        assert_type(operator.cancel(42).result, CancelResult)
-        assert_type(operator.dismiss(42, "spam").result, DismissResult)
-        assert_type(operator.reschedule(42).result, RescheduleResult)
-        assert_type(operator.redrive_all(MessageFilter(topic="mail"))["redriven"], int)
+        assert_type(operator.redrive(42), MessageResult)
+        assert_type(operator.resend(42).result, ActResult)
+        assert_type(operator.cancel(42).result, ActResult)
+        assert_type(operator.dismiss(42, "spam").result, ActResult)
+        assert_type(operator.snooze(42, 60, "later").result, ActResult)
+        assert_type(operator.act_on_all("redrive", MessageFilter(topic="mail"))["redriven"], int)
         for batch in operator.bulk("cancel", [41, 42]):
             assert_type(batch, Batch)
-            assert_type([answer.result for answer in batch.results], list[AnyResult])
+            assert_type([answer.result for answer in batch.results], list[ActResult])
         operator.bulk("delete", [42])  # type: ignore[arg-type]
         operator.redrive("42")  # type: ignore[arg-type]
     Operator(connection, actor="ada", origin="runbook").pause("mail")

@@ -15,7 +15,8 @@ from pgoutbox.database import sql
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import Operator, ResendResult
+from pgoutbox.operations import ActResult, Operator
+from pgoutbox.operations.acts import ACTS
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.support import races
@@ -54,7 +55,7 @@ def test_a_message_is_not_pruned_during_its_resend_and_keeps_its_content(
     claim(db)
     finish_sent(db, (source_id, 1))
     db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '1 day' WHERE state = 'sent'")
-    ((_, _, _, copy_id),) = resending.execute(sql.RESEND, {"ids": [source_id]}).fetchall()
+    ((_, _, _, copy_id),) = resending.execute(ACTS["resend"].statement, {"ids": [source_id]}).fetchall()
     old = {"states": ["sent"], "older_than_seconds": 1.0, "topic": None, "limit": 9}
     assert db.execute(sql.PRUNE, old).fetchall() == []
     db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
@@ -78,7 +79,7 @@ def test_a_message_pruned_before_its_resend_is_unknown(connect: Connect, db: psy
         resent = threads.submit(Operator(operator).resend, source_id)
         races.until_blocked(db, operator, resent)
         pruning.commit()
-        assert resent.result().result is ResendResult.MISSING
+        assert resent.result().result is ActResult.MISSING
 
 
 # --- claim against claim ----------------------------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pgoutbox import RescheduleResult
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
-from pgoutbox.operations import Operator
+from pgoutbox.operations import ActResult, Operator
 from tests.support.outbox_actions import cancel, enqueue, expire, lapse, make_due, redrive, rows_of
 from tests.support.worker_sql import End, claim, finish, finish_sent
 
@@ -349,18 +348,18 @@ class Outboxes(RuleBasedStateMachine):
     def reschedule(self, choice: int, *, is_later: bool) -> None:
         """Make one message due now or tomorrow, as an operator."""
         message = self._one(choice)
-        expected = RescheduleResult.RESCHEDULED
+        expected = ActResult.RESCHEDULED
         if message.state is not State.PENDING:
-            expected = RescheduleResult.WRONG_STATE
+            expected = ActResult.WRONG_STATE
         elif self._is_superseded(message):
-            expected = RescheduleResult.SUPERSEDED
+            expected = ActResult.SUPERSEDED
         elif message.expired:
-            expected = RescheduleResult.EXPIRES
+            expected = ActResult.EXPIRES
         elif message.ended_by is not None:
-            expected = RescheduleResult.LOCKED
+            expected = ActResult.LOCKED
         due_at = datetime.now(UTC) + timedelta(days=1) if is_later else None
         assert Operator(self.db).reschedule(message.id, due_at).result is expected
-        if expected is RescheduleResult.RESCHEDULED:
+        if expected is ActResult.RESCHEDULED:
             message.due = not is_later
 
     @precondition(lambda self: self.messages)

@@ -18,7 +18,7 @@ BEGIN
         CROSS JOIN LATERAL (
             SELECT s.value FROM jsonb_each(a.stated) AS s
             UNION ALL
-            SELECT a.details -> 'reason' WHERE a.action = 'dismiss'
+            SELECT a.details -> 'reason'
         ) AS v
         WHERE (a.message_ids && erased_ids OR NOT only_erased)
             AND jsonb_typeof(v.value) = 'string'
@@ -31,7 +31,7 @@ BEGIN
             OR EXISTS (SELECT FROM word AS w WHERE strpos(lower(t.text), w.text) > 0)
     ), locked AS MATERIALIZED (
         -- In one order, because two erasures may change the same acts.
-        SELECT a.id, a.details, a.stated, a.action, a.message_ids
+        SELECT a.id, a.details, a.stated, a.message_ids
         FROM pgoutbox.audit AS a
         WHERE a.id IN (SELECT d.id FROM told AS d JOIN found AS f ON f.text = d.text)
         ORDER BY a.id
@@ -39,7 +39,10 @@ BEGIN
     ), erased AS MATERIALIZED (
         SELECT
             l.id,
-            CASE l.action WHEN 'dismiss' THEN pgoutbox._erased_values(l.details, w.words, '{}') ELSE l.details END AS details,
+            -- Unchanged without a reason.
+            l.details || coalesce(
+                pgoutbox._erased_values(jsonb_build_object('reason', l.details -> 'reason'), w.words, '{}'), '{}'
+            ) AS details,
             pgoutbox._erased_values(l.stated, w.words, keys) AS stated
         FROM locked AS l
         -- The owner may be any word, so it counts only in acts on the erased messages.

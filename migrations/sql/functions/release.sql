@@ -3,12 +3,11 @@
 -- attempt within seconds of the commit, and until the lease ends no other one begins: so a coalesce or ordering key has at
 -- most one message in flight, as after the loss of a worker.
 CREATE FUNCTION pgoutbox.release(ids bigint[], attempt_counts integer[] DEFAULT NULL)
-RETURNS TABLE (id bigint, result text, state text)
+RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-#variable_conflict use_column
 BEGIN
     RETURN QUERY
     WITH asked AS (
@@ -49,7 +48,8 @@ BEGIN
             WHEN c.released_from IS NOT NULL THEN 'released'
             ELSE 'locked'
         END,
-        m.state
+        m.state,
+        NULL::bigint
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
     LEFT JOIN pgoutbox.claim AS c ON c.worker = m.worker AND c.claimed_at = m.claimed_at

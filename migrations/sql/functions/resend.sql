@@ -4,12 +4,13 @@
 -- names is the newest of its key. A missing head was deleted after its newest message. A head with a smaller id was
 -- inserted later, by a transaction that had drawn its id before.
 CREATE FUNCTION pgoutbox.resend(message_id bigint)
-RETURNS TABLE (id bigint, state text, superseded_by bigint)
+RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-#variable_conflict use_column
+DECLARE
+    found record;
 BEGIN
     WITH source AS MATERIALIZED (
         SELECT m.id
@@ -23,8 +24,8 @@ BEGIN
         WHERE m.id = resend.message_id
         FOR UPDATE OF h
     )
-    SELECT copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END
-    INTO resend.id, resend.state, resend.superseded_by
+    SELECT m.state, copy.id AS copy_id, nullif(head.newest_id, m.id) AS newer_id
+    INTO found
     FROM pgoutbox.message AS m
     LEFT JOIN head ON true
     LEFT JOIN LATERAL (
@@ -42,19 +43,24 @@ BEGIN
     ) AS copy ON true
     WHERE m.id = resend.message_id
         AND (m.state <> 'sent' OR EXISTS (SELECT FROM source AS s WHERE s.id = m.id));
-    IF NOT FOUND THEN
-        RETURN;
-    END IF;
-    IF resend.id IS NOT NULL THEN
+    IF found.copy_id IS NOT NULL THEN
         PERFORM pgoutbox._record_act(
-            'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', resend.id)
+            'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', found.copy_id)
         );
     END IF;
-    RETURN NEXT;
+    RETURN QUERY SELECT
+        resend.message_id,
+        CASE
+            WHEN found.state IS NULL THEN 'missing'
+            WHEN found.state <> 'sent' THEN 'wrong_state'
+            WHEN found.copy_id IS NULL THEN 'superseded'
+            ELSE 'resent'
+        END,
+        found.state,
+        CASE WHEN found.state = 'sent' THEN coalesce(found.copy_id, found.newer_id) END;
 END
 $function$;
 
 COMMENT ON FUNCTION pgoutbox.resend IS
-    'Enqueue a copy of a sent message. Returns the id of the copy, or null with the state that prevents a copy or the '
-    'newer message. If that newer message is deleted, only the state is not null. Returns no row if the message does '
-    'not exist.';
+    'Enqueue a copy of a sent message: resent, missing, wrong_state or superseded. The other message is the copy, or the '
+    'newer message of its key unless that is deleted.';

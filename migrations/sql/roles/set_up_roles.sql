@@ -113,7 +113,7 @@ BEGIN
             pgoutbox._tokens_of, pgoutbox._bucket_of, pgoutbox._done_estimate, pgoutbox.announce_act,
             pgoutbox._state_of, pgoutbox._is_known_topic, pgoutbox._hold_of,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.close_breaker,
+            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.snooze, pgoutbox.close_breaker,
             pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,

@@ -14,10 +14,7 @@ CREATE TABLE pgoutbox.audit (
     stated        jsonb,
     CONSTRAINT audit_pkey PRIMARY KEY (id),
     CONSTRAINT audit_sound CHECK (
-        action IN (
-            'enqueue', 'redrive', 'resend', 'cancel', 'reschedule', 'dismiss', 'prune', 'pause', 'resume', 'limit',
-            'retention', 'breaker', 'erase', 'export', 'redirect', 'adopt', 'correct', 'release'
-        )
+        action ~ '^[a-z]{1,20}$'
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
         AND message_count > 0
@@ -42,8 +39,7 @@ COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The login of the session. The datab
 COMMENT ON COLUMN pgoutbox.audit.origin IS 
     'Where the act comes from, as db_role states it: the dashboard and the client address, for example.';
 COMMENT ON COLUMN pgoutbox.audit.action IS
-    'enqueue, redrive, resend, cancel, reschedule, dismiss, prune, pause, resume, limit, retention, breaker, erase, '
-    'export, redirect, adopt, correct or release.';
+    'The function that acted, such as redrive or dismiss, or pause, resume, limit, retention, breaker or redirect.';
 COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
 COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for a prune, and for an erasure that changed only the audit.';
 COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act, as the database found them: the limit or the rule.';

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psycopg
 from django import forms
@@ -31,7 +31,7 @@ from pgoutbox.database.operator_connection import limiting
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import ListedMessage, MessageResult, Operator
-from pgoutbox.operations.records import BulkAction, BulkChanges
+from pgoutbox.operations.acts import ACTS, ActArguments, ActName
 
 ROWS: Final = 25_000
 _HITS: Final = 1_000
@@ -41,12 +41,11 @@ _LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_o
 _LIVE: Final = (State.PENDING, State.SENDING)
 # For each partition, its states.
 _PARTITIONS: Final = (_LIVE, (State.FAILED,), (State.SENT, State.SKIPPED, State.CANCELLED))
-# For each act, the states that it changes, and its description.
-_ACTS: Final[Mapping[BulkAction, tuple[tuple[State, ...], str]]] = {
-    "redrive": ((State.FAILED, State.CANCELLED), "Redrive failed and cancelled messages"),
-    "dismiss": ((State.FAILED,), "Dismiss failed messages, for the reason"),
-    "cancel": (_LIVE, "Cancel pending messages"),
-    "resend": ((State.SENT,), "Resend sent messages, as copies"),
+# Those that need no more than a reason.
+_ACTS: Final = {
+    name: act
+    for name, act in ACTS.items()
+    if all(argument.kind == "text" for argument in act.arguments if argument.required)
 }
 _DONE: Final = {"requested": "asked to stop"}
 _FIRST: Final = """
@@ -77,11 +76,11 @@ def _known(name: str) -> set[str]:
 
 
 class _ActForm(helpers.ActionForm):
-    reason = forms.CharField(label="", required=False, widget=forms.TextInput({"placeholder": "reason to dismiss"}))
+    reason = forms.CharField(label="", required=False, widget=forms.TextInput({"placeholder": "reason"}))
 
 
-def _action(act: BulkAction) -> Any:  # noqa: ANN401 - Django has no types
-    @admin.action(permissions=["change"], description=_ACTS[act][1])
+def _action(act: ActName) -> Any:  # noqa: ANN401 - Django has no types
+    @admin.action(permissions=["change"], description=f"{act.capitalize()}: {_ACTS[act].says}")
     def action(model_admin: MessageAdmin, request: HttpRequest, queryset: QuerySet) -> None:
         model_admin.act(request, act, list(queryset.values_list("id", flat=True)))
 
@@ -204,19 +203,20 @@ class MessageAdmin(admin.ModelAdmin):
             "has_view_permission": True,
             "fields": [(name.replace("_", " "), value, name in _LINKS) for name, value in values.items()],
             "attempts": [attempt.redacted(_names_of(message.topic)) for attempt in attempts],
-            "acts": [act for act, (states, _) in _ACTS.items() if may_act and message.state in states],
+            "acts": [act for act in _ACTS.values() if may_act and message.state in act.states],
         }
         return TemplateResponse(request, "admin/pgoutbox/message/change_form.html", context)
 
-    def act(self, request: HttpRequest, act: BulkAction, ids: Sequence[int]) -> None:
+    def act(self, request: HttpRequest, act: ActName, ids: Sequence[int]) -> None:
         """Do this as the user, and report how many messages changed, and why others did not."""
         if act == "resend" and len(ids) > _MOST_RESENT:
             text = f"select at most {_MOST_RESENT:,} messages to resend, not {len(ids):,}"
             self.message_user(request, text, messages.ERROR)
             return
-        changes: BulkChanges = {"reason": request.POST.get("reason", "")} if act == "dismiss" else {}
+        asked = {argument.name for argument in _ACTS[act].arguments} & {"reason"}
+        changes = cast("ActArguments", {name: request.POST.get(name, "") for name in asked})
         actor, origin = f"django:{request.user.get_username()}", f"admin {request.META.get('REMOTE_ADDR', '')}"
-        results: list[MessageResult[Any]] = []
+        results: list[MessageResult] = []
         try:
             with limiting(_SECONDS), Operator(outbox.settings, actor=actor, origin=origin) as operator:
                 for batch in operator.bulk(act, ids, **changes):

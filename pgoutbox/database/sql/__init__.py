@@ -1,9 +1,9 @@
 """The statements of workers, producers, commands, dashboard and doctor, one in a file; without those of the kernel.
 
-`sql.REDRIVE` is the statement in `operators/redrive.sql`. Those of one capability of the worker, such as `BREAKERS`,
+`sql.STATS` is the statement in `operators/stats.sql`. Those of one capability of the worker, such as `BREAKERS`,
 are in its folder, `worker/breakers`. A statement is read without its comments, at its first use or by
-`load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
-built at run time.
+`load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. The calls
+of acts on messages are in `operations/acts.py`. No statement is built from values.
 
 Rules for every statement:
 

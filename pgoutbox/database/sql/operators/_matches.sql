@@ -6,7 +6,8 @@ AND (
     OR m.state = 'pending' AND CASE %(due)s::text
         WHEN 'now' THEN m.available_at <= now()
         WHEN 'later' THEN m.available_at > now()
-        WHEN 'again' THEN m.attempt_count > 0
+        -- An attempt has failed: snoozes, releases and postponements raise both numbers.
+        WHEN 'again' THEN m.attempt_count + m.attempt_budget > m.max_attempts
     END
 )
 AND (%(ids)s::bigint[] IS NULL OR m.id = ANY (%(ids)s::bigint[]))

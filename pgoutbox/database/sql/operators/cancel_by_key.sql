@@ -1,4 +1,4 @@
--- Cancel the messages of a topic and key. One row per message, as in cancel_each.sql.
+-- Cancel the messages of a topic and key. One row per message, like `pgoutbox.act_result`.
 SELECT r.id, r.result, NULL AS state, NULL AS other_id
 FROM pgoutbox.cancel_by_key(
     topic => %(topic)s::text,
