@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from pgoutbox.errors import ArgumentError
 
@@ -23,12 +23,15 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _PREVIEW_LENGTH = 80
 
 
+CountKind: TypeAlias = Literal["exactly", "at least", "about"]
+
+
 @dataclass(frozen=True, slots=True)
 class Count:
     """A number of messages: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
 
     messages: int
-    kind: Literal["exactly", "at least", "about"] = "exactly"
+    kind: CountKind = "exactly"
 
     def __add__(self, other: Count) -> Count:
         """Return the sum, of the vaguer kind."""

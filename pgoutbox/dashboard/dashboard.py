@@ -116,7 +116,7 @@ class Dashboard:
             sent = self._history.sent(connection, now, asked)
         return Overview(
             now,
-            examine_delivery(connection, self.settings, self.outbox),
+            self._findings(connection, _FRESH_SECONDS),
             reads.count_states(connection),
             reads.queues(connection, limit=_QUEUES),
             reads.running_workers(connection),
@@ -145,11 +145,20 @@ class Dashboard:
         return cast("Totals | None", last)
 
     def _load_totals(self, connection: Connection) -> Totals:
-        found = examine_delivery(connection, self.settings, self.outbox)
+        found = self._findings(connection, _FRESH_TOTALS_SECONDS)
         problems = sum(finding.level is Level.PROBLEM for finding in found)
         tabs = {tab.name: tab.total or Count(0) for tab in count_tabs(connection)}
         numbers = tabs["due"], tabs["in flight"], tabs["failed"]
         return Totals(problems, *numbers, reads.count_breakers(connection))
+
+    def _findings(self, connection: Connection, seconds: float) -> list[Finding]:
+        """Return the findings of so many seconds ago at most, or of now: overview and header share them."""
+        asked_at = time.monotonic()
+        read_at, found = self._known.get("findings", (-math.inf, []))
+        if asked_at - read_at > seconds:
+            found = examine_delivery(connection, self.settings, self.outbox)
+            self._known["findings"] = asked_at, found
+        return cast("list[Finding]", found)
 
     async def tabs(self) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""

@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
-from pgoutbox.text import Count
+from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.history import Range
@@ -41,15 +41,12 @@ _SUPERSEDED: Final = 20
 _LONGEST_TRANSACTION: Final = timedelta(days=1)
 
 
-Kind: TypeAlias = Literal["exactly", "at least", "about"]
-
-
 class StateCount(NamedTuple):
     """The number of messages in a state: exact (`exactly`), capped (`at least`) or estimated (`about`)."""
 
     state: State
     messages: int
-    kind: Kind
+    kind: CountKind
 
 
 class QueueRow(NamedTuple):
@@ -172,7 +169,7 @@ def count_states(connection: Connection) -> list[StateCount]:
     ((pending, sending, failed),) = connection.execute(sql.COUNT_OPEN, {"cap": CAP + 1})
     done: dict[State, int] = dict.fromkeys((State.SENT, State.SKIPPED, State.CANCELLED), 0)
     done.update({State(state): count for state, count in connection.execute(sql.COUNT_DONE, {"cap": CAP + 1})})
-    kind: Kind = "exactly"
+    kind: CountKind = "exactly"
     if sum(done.values()) > CAP:
         estimates = {State(state): count for state, count in connection.execute(sql.ESTIMATE_DONE)}
         kind = "about" if sum(estimates.values()) > CAP else "at least"

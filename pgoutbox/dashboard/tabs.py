@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from pgoutbox.dashboard import reads
 from pgoutbox.message import State
-from pgoutbox.text import Count
+from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pgoutbox.dashboard.types import Connection
     from pgoutbox.operations import MessageFilter
 
-_KINDS: Final[Sequence[reads.Kind]] = ("exactly", "about", "at least")
+_KINDS: Final[Sequence[CountKind]] = ("exactly", "about", "at least")
 
 
 class Tab(NamedTuple):

@@ -167,7 +167,7 @@ class Act:
 
     `statement` calls its SQL function with `ids`, `states`, `attempt_counts` and those of `arguments`. It can
     change messages in `states`. A caller that names no states changes those in `by_id`, and with a filter those in
-    `usual`. `results` are all results, first the one of a change, and `did` tells people what has become of a message.
+    `usual`. `results` are all results, first the one of a change, and `did` describes a changed message to people.
     `button` does it to one message without arguments, and `form` with them; with `in_lists` it can be done to all
     messages of a list, and without `for_all` not to all messages without a filter. The help is `says` and `more`.
     """
@@ -382,7 +382,7 @@ ACTS: Final[Mapping[ActName, Act]] = {
         ),
     )
 }
-# What has become of a message, by the result of its act.
+# The description of a changed message, by the result of its act.
 DID: Final[Mapping[ActResult, str]] = {
     **{act.done: act.did for act in ACTS.values()},
     ActResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",

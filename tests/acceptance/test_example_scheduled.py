@@ -114,7 +114,7 @@ async def test_the_producers_role_plays_the_whole_day(shell: Shell, dsn: str, co
 
 
 def joined(connection: psycopg.Connection, users: Iterable[int] = (1,)) -> None:
-    """Create the table with users who have no messages."""
+    """Create the table, with users without messages."""
     with connection.transaction():
         connection.execute(scheduled.TABLE)
         for user_id in users:

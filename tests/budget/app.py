@@ -5,9 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 
-from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext
+from pgoutbox import Context, Message, Outbox, Outcome, RetryPolicy, Sent, SyncContext
+from pgoutbox.transports import Content, pass_gate
 
-outbox = Outbox()
+
+class Postcard:
+    """A content."""
+
+    scheme = "postcard"
+
+
+class Post:
+    """A transport that hands a content over at once, behind the gate."""
+
+    schemes = ("postcard",)
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        await pass_gate()
+        return Sent()
+
+    async def aclose(self) -> None: ...
+
+
+outbox = Outbox(transports=[Post()])
 CONCURRENCY = int(os.environ.get("PGOUTBOX_CONCURRENCY", "50"))
 _all_sessions_open = asyncio.Barrier(CONCURRENCY)
 
@@ -20,6 +40,12 @@ async def plain(message: Message, context: Context) -> None:
 @outbox.handler("budget.sync")
 def plain_sync(message: Message, context: SyncContext) -> None:
     """Deliver, in a thread, whose own calls are not counted."""
+
+
+@outbox.handler("budget.content")
+async def write(message: Message, context: Context) -> Content:
+    """Return a content for the transport."""
+    return Postcard()
 
 
 @outbox.handler("budget.retry", retry=RetryPolicy.steps(0, jitter=0))

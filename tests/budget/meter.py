@@ -130,6 +130,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain, a rate": Kind(_with_rate, (1000, 8000), {}),
     "drain, deleted as sent": Kind(_not_kept, (1000, 8000), {}, is_kept=False),
     "synchronous handlers": Kind(_filled("budget.sync"), (1000, 8000), {}, share=1.3),
+    "contents": Kind(_filled("budget.content"), (500, 4000), {}, share=1.1),
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
     "transactional handlers": Kind(partial(_with_sessions, slots=50), (200, 1600), {}, share=1.1),
     "transactional handlers, 4 slots": Kind(partial(_with_sessions, slots=4), (200, 1600), _FEW_SLOTS, share=1.1),

@@ -338,3 +338,10 @@ def test_arguments_and_states_of_other_acts_are_refused(rolled_back: psycopg.Con
     with pytest.raises(StateError, match="only failed messages can be dismissed, not cancelled"):
         operator.act_on("dismiss", message_id, states=[State.CANCELLED], reason="spam")
     assert operator.redrive(message_id, states=[]).result is ActResult.WRONG_STATE
+
+
+@pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT])
+def test_a_redrive_by_sql_changes_no_other_states(rolled_back: psycopg.Connection, state: State) -> None:
+    message_id = put(rolled_back, state)
+    call = "SELECT * FROM pgoutbox.redrive(%s, %s)"
+    assert rolled_back.execute(call, [[message_id], [state]]).fetchall() == [(message_id, "wrong_state", state, None)]

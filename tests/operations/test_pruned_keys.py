@@ -447,12 +447,15 @@ def test_a_redrive_takes_the_key_of_a_deleted_message_back_unless_it_is_kept(
     assert Operator(db).redrive(first).result is expected
 
 
-def test_of_two_messages_with_one_free_key_the_newer_one_gets_it(db: psycopg.Connection) -> None:
-    older, newer = (put(db, State.CANCELLED, dedupe_key="k") for _ in range(2))
+@pytest.mark.parametrize("moved", range(4))
+def test_of_messages_with_one_free_key_the_newest_gets_it(db: psycopg.Connection, moved: int) -> None:
+    ids = [put(db, State.CANCELLED, dedupe_key="k") for _ in range(4)]
+    # The order of the rows in the table is another one than that of their ids.
+    db.execute("UPDATE pgoutbox.message SET finished_at = finished_at + interval '1 us' WHERE id = %s", [ids[moved]])
     db.execute("DELETE FROM pgoutbox.dedupe")
-    (batch,) = Operator(db).bulk("redrive", [older, newer])
+    (batch,) = Operator(db).bulk("redrive", ids)
     assert [(one.result, one.other_id) for one in batch.results] == [
-        (ActResult.DEDUPE_KEY_TAKEN, newer),
+        *[(ActResult.DEDUPE_KEY_TAKEN, ids[-1])] * 3,
         (ActResult.REDRIVEN, None),
     ]
 
@@ -466,3 +469,10 @@ def test_a_redrive_does_not_wait_for_a_key_that_another_transaction_has_locked(
     db.execute("SET statement_timeout = '10 s'")
     connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
     assert Operator(db).redrive(first).result is ActResult.DEDUPE_KEY_TAKEN
+
+
+def test_a_message_that_is_not_redriven_does_not_take_its_key_back(db: psycopg.Connection) -> None:
+    older, _ = put(db, State.CANCELLED, coalesce_key="c", dedupe_key="k"), put(db, coalesce_key="c")
+    db.execute("DELETE FROM pgoutbox.dedupe")
+    assert Operator(db).redrive(older).result is ActResult.SUPERSEDED
+    assert db.execute("SELECT FROM pgoutbox.dedupe").fetchall() == []

@@ -120,3 +120,16 @@ def test_the_wait_begins_at_the_act_and_not_at_its_transaction(db: psycopg.Conne
             "SELECT available_at > now() + interval '2 s' FROM pgoutbox.message WHERE id = %s", [message_id]
         ).fetchone()
     assert row == (True,)
+
+
+@pytest.mark.parametrize("reason", ["", "x" * 1_001, None])
+def test_the_function_needs_a_reason(rolled_back: psycopg.Connection, reason: str | None) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="reason: must have 1 to 1000 characters"):
+        rolled_back.execute("SELECT pgoutbox.snooze('{1}', '1 h', %s)", [reason])
+
+
+def test_the_audit_has_the_time_in_utc(db: psycopg.Connection) -> None:
+    db.execute("SET timezone = 'Asia/Tokyo'")
+    db.execute("SELECT pgoutbox.snooze(%s, '1 h', 'moves')", [[put(db)]])
+    ((text,),) = db.execute("SELECT a.details ->> 'available_at' FROM pgoutbox.audit AS a").fetchall()
+    assert text.endswith("+00:00")

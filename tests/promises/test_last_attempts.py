@@ -90,6 +90,7 @@ async def test_a_cancel_that_is_rolled_back_or_redriven_leaves_the_next_attempt(
             other.end(message_id, Sent())
         await until(lambda: [row.state for row in rows_of(db)] == ["pending", "cancelled"])
     assert redrive(db, redriven)
+    assert db.execute("SELECT FROM pgoutbox.message_view AS m WHERE m.cancel_requested_at IS NOT NULL").fetchall() == []
     make_due(db, rolled_back)
     await other.run_once()
     assert sorted(other.begun) == [(rolled_back, 2), (redriven, 2)]

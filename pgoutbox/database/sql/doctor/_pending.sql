@@ -1,23 +1,19 @@
--- The pending messages of the queue `l` that fall due before `l.until_at`: the `l.rows` of each lane that are due first. The
--- lanes are those of a claim, and each has its own index.
+-- The pending messages of the queue `l` that fall due before `l.until_at`: the `l.rows` of each part that are due first. The
+-- parts are the lanes of a claim, fresh messages, retries and those with an ordering key, and each has its own index.
 (
-    SELECT 0 AS part, m.id, m.topic, m.destination, m.ordering_key, m.attempt_count, m.available_at
-    FROM pgoutbox.message_view AS m
-    WHERE m.queue = l.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
-        AND m.available_at < l.until_at
-    ORDER BY m.available_at LIMIT l.rows
+    SELECT lane.number AS part, found.*
+    FROM (VALUES (0), (1)) AS lane(number)
+    CROSS JOIN LATERAL (
+        SELECT m.id, m.topic, m.destination, m.ordering_key, m.attempt_count, m.available_at
+        FROM pgoutbox.message_view AS m
+        WHERE m.queue = l.queue AND m.lane = lane.number AND m.state = 'pending' AND m.ordering_key IS NULL
+            AND m.available_at < l.until_at
+        ORDER BY m.available_at LIMIT l.rows
+    ) AS found
 )
 UNION ALL
 (
-    SELECT 1 AS part, m.id, m.topic, m.destination, m.ordering_key, m.attempt_count, m.available_at
-    FROM pgoutbox.message_view AS m
-    WHERE m.queue = l.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
-        AND m.available_at < l.until_at
-    ORDER BY m.available_at LIMIT l.rows
-)
-UNION ALL
-(
-    SELECT 2 AS part, m.id, m.topic, m.destination, m.ordering_key, m.attempt_count, m.available_at
+    SELECT 2, m.id, m.topic, m.destination, m.ordering_key, m.attempt_count, m.available_at
     FROM pgoutbox.message_view AS m
     WHERE m.queue = l.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
         AND m.available_at < l.until_at
