@@ -1,4 +1,5 @@
-"""The dashboard with a million messages in mixed states: the time of each page, and the plans of its statements.
+"""The dashboard with millions of messages in mixed states, 5,000 queues and 2,000 topics: the time and the size of each
+page, and the plans of its statements.
 
 It has only an operator's rights, so it reads everything from the views.
 """
@@ -18,7 +19,7 @@ from benchmarks.report import Result, Table, Verdict, median, percentile
 from benchmarks.server import Server
 from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.database import STATEMENT_SECONDS
-from pgoutbox.dashboard.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS
+from pgoutbox.dashboard.reads import CAP, EACH_QUEUE, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS
 from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
@@ -26,6 +27,7 @@ from pgoutbox.settings import load_settings
 
 _TOKEN = "benchmark-" * 4
 _TARGET_MS = 300
+_TARGET_KB = 100
 _ROUNDS = 9
 # States are spread over the ids as in an old table: most of the old messages are finished, some have failed.
 _FILL = """
@@ -35,8 +37,16 @@ INSERT INTO pgoutbox.message (
 )
 SELECT
     n,
-    (ARRAY['mail.welcome', 'mail.receipt', 'mail.newsletter', 'webhook.order', 'sms.code', 'event.audit'])[1 + n %% 6],
-    (ARRAY['default', 'mail', 'bulk', 'webhooks'])[1 + n %% 4],
+    CASE
+        WHEN n %% 3 = 0 THEN 'tenant.' || n / 3 %% 2000
+        ELSE (
+            ARRAY['mail.welcome', 'mail.receipt', 'mail.newsletter', 'webhook.order', 'sms.code', 'event.audit']
+        )[1 + n %% 6]
+    END,
+    CASE
+        WHEN n %% 3 = 0 THEN 'tenant-' || n / 3 %% 5000
+        ELSE (ARRAY['default', 'mail', 'bulk', 'webhooks'])[1 + n %% 4]
+    END,
     'mailto:user' || n %% 50000 || '@example.org',
     jsonb_build_object('user_id', n, 'text', repeat('x', 120)),
     CASE WHEN n %% 3 = 0 THEN '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'::jsonb END,
@@ -101,13 +111,16 @@ def run(server: Server, options: Options) -> Result:
         with psycopg.connect(dsn, autocommit=True) as connection:
             fill(connection, count)
         operators_dsn = make_conninfo(dsn, options="-c role=pgoutbox_operator")
-        times = asyncio.run(_time_pages(operators_dsn, count))
+        times, sizes = asyncio.run(_time_pages(operators_dsn, count))
         with psycopg.connect(operators_dsn, autocommit=True, prepare_threshold=None) as connection:
             result.texts += [(f"sql.{name}", _plan(connection, name, given)) for name, given in _looks(count).items()]
-    rows = [(what, median(taken), percentile(taken, 90), max(taken)) for what, taken in times.items()]
-    result.tables.append(Table("milliseconds of a page, in a client", ("page", "median", "p90", "max"), rows))
-    slowest = max(median(taken) for what, taken in times.items() if what != "/ at first")
-    result.verdicts.append(Verdict("slowest page, median", slowest, _TARGET_MS, "at most", "ms"))
+    rows = [(what, median(taken), percentile(taken, 90), max(taken), sizes[what]) for what, taken in times.items()]
+    columns = "page", "median", "p90", "max", "size, KB"
+    result.tables.append(Table("milliseconds of a page, in a client", columns, rows))
+    # A search without a match reads until its time is over, and offers to continue.
+    known = {what: median(taken) for what, taken in times.items() if not _is_search(what)}
+    result.verdicts.append(Verdict("slowest page, median", max(known.values()), _TARGET_MS, "at most", "ms"))
+    result.verdicts.append(Verdict("largest page", max(sizes.values()), _TARGET_KB, "at most", "KB"))
     result.samples = {f"{what}, ms": taken for what, taken in times.items()}
     result.notes.append("The overview counts the last hour first, and the rest at later requests if it lacks time.")
     return result
@@ -131,6 +144,10 @@ def _pages(count: int) -> list[str]:
         "/?range=14d",
         "/queues",
         "/queues?queue=bulk",
+        "/queues?start=tenant-4",
+        "/topics",
+        "/topics?start=tenant.4",
+        "/topics?topic=mail.welcome",
         "/workers",
         "/breakers",
         "/failed",
@@ -142,9 +159,14 @@ def _pages(count: int) -> list[str]:
     return [*pages, "/bulk?do=redrive", "/bulk?do=cancel&topic=no.such"]
 
 
-async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
+def _is_search(what: str) -> bool:
+    return what == "/ at first" or (what.startswith(("/messages?", "/bulk?")) and "=" in what.replace("state=", ""))
+
+
+async def _time_pages(dsn: str, count: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     app = create_app(load_settings(dsn=dsn, web={"operator_tokens": f"ada:{_TOKEN}"}))
     times: dict[str, list[float]] = {}
+    sizes: dict[str, float] = {}
     headers = {"Authorization": f"Bearer {_TOKEN}", "Accept": "text/html"}
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
@@ -153,6 +175,7 @@ async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
             began_at = time.perf_counter()
             answer = await client.get(page)
             times.setdefault(what, []).append(1e3 * (time.perf_counter() - began_at))
+            sizes[what] = len(answer.content) / 1024
             if answer.status_code != 200:
                 raise SystemExit(f"{page}: {answer.status_code}")
 
@@ -164,7 +187,7 @@ async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
                 app.state.dashboard.forget()
                 await get(page, page)
     app.state.dashboard.close()
-    return times
+    return times, sizes
 
 
 def _looks(count: int) -> dict[str, dict[str, object]]:
@@ -187,7 +210,10 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "SEARCH_AHEAD": {**nowhere.parameters(), "after_id": 0, "through_id": count, "rows": 20_000},
         "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
         "FIRST_FROM": {"id": count // 2},
-        "LIST_BREAKERS": {"cap": CAP, "limit": 100},
+        "LIST_BREAKERS": {**EACH_QUEUE, "limit": 100},
+        "WAITING_TOPICS": {**EACH_QUEUE, "topics": 10_000},
+        "COUNT_BY_TOPIC": {"cap": CAP},
+        "RATES_BY_TOPIC": {"seconds": 300, "cap": 50_000},
         "ESTIMATE_DONE": {},
         "NEWEST_ID": {},
         "PULSE": {},

@@ -269,15 +269,17 @@ def list_messages(
 def show(
     message_id: MessageId,
     *,
-    whole: Annotated[bool, typer.Option("--whole", help="Show the full payload, headers and last error.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Show the full payload, headers, content and last error.")
+    ] = False,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Show one message, its payload and its attempts.
 
-    Shows the first 65,536 characters of payload, headers and the last error. --whole and --json show all. JSON that
-    Python cannot parse is shown as text.
+    Shows the first 65,536 characters of payload, headers, the content of a fan-out and the last error. --whole and
+    --json show all. JSON that Python cannot parse is shown as text.
 
     Hides encrypted payloads, values with names such as password or token, and names in PGOUTBOX_REDACT. With --app or
     PGOUTBOX_APP, it also hides the names that the topic redacts.
@@ -292,14 +294,14 @@ def show(
     if as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
-    for name in ("headers", "payload"):
+    for name in ("headers", "payload", "content"):
         value, size = fields[name], fields.pop(f"{name}_bytes")
         if isinstance(value, JsonText):
             if len(value) < size:
                 print_note(f"{name}: the first {len(value):,} characters of {size:,} bytes; --whole shows all")
         elif name == "payload" or value is not None:
             fields[name] = json.dumps(
-                value, ensure_ascii=False, indent=2 if name == "payload" and sys.stdout.isatty() else None
+                value, ensure_ascii=False, indent=2 if name != "headers" and sys.stdout.isatty() else None
             )
     print_fields(fields)
     if attempts:

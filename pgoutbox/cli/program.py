@@ -148,8 +148,17 @@ def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> st
 def _reason_of(message: ListedMessage) -> str | None:
     # The error of a message that was sent in the end belongs to an earlier attempt.
     error = message.skip_reason or (None if message.state is State.SENT else message.last_error)
-    waits = None if message.waits is None else f"waits: {message.waits}"
-    return "; ".join(filter(None, (waits, error))) or None
+    return "; ".join(filter(None, (_waits_of(message), error))) or None
+
+
+def _waits_of(message: ListedMessage) -> str | None:
+    if message.waits is None:
+        return None
+    other = "" if message.waits_for is None else f" (message {message.waits_for})"
+    until = message.waits_until
+    # Most wait for their due time, which has a column of its own.
+    end = "" if until is None or until == message.available_at else f" until {until.isoformat(timespec='seconds')}"
+    return f"waits: {message.waits}{other}{end}"
 
 
 def print_messages(messages: Sequence[ListedMessage]) -> None:

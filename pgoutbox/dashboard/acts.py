@@ -105,7 +105,8 @@ async def limit_rate(request: Request) -> Response:
 async def limit_in_flight(request: Request) -> Response:
     """Limit how many attempts of a queue may be in flight."""
     queue = inputs.queue_of(request)
-    most = inputs.number_of(await inputs.read_form(request), "in_flight", at_most=1_000_000)
+    form = await inputs.read_form(request)
+    most = None if form.get("unlimited") else inputs.number_of(form, "in_flight", at_most=1_000_000)
     await _act(request, lambda operator: operator.limit_in_flight(queue, most))
     return _to_queues(request, queue, done="limited")
 

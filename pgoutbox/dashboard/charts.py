@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pgoutbox.dashboard.history import MINUTES, Minute, percentiles
-from pgoutbox.message import State
+from pgoutbox.dashboard.history import MINUTES, percentiles
+from pgoutbox.dashboard.rendering import format_seconds
 
 if TYPE_CHECKING:
-    from pgoutbox.dashboard.history import Range
-    from pgoutbox.dashboard.reads import FailedMinute
+    from pgoutbox.dashboard.history import Latencies, Range
+    from pgoutbox.dashboard.reads import FailedMinute, WorkerRow
+    from pgoutbox.message import State
 
 WIDTH: Final = 240
 HEIGHT: Final = 40
@@ -35,33 +36,29 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Bars or a line, with a text label for screen readers."""
+    """Bars, with a text label for screen readers."""
 
     label: str
     bars: Sequence[Bar] = ()
-    points: str = ""
-
-
-class Series(NamedTuple):
-    """The bars of one state, and their sum."""
-
-    state: State
-    total: int
-    bars: Sequence[Bar]
 
 
 class WideChart(NamedTuple):
     """A chart with axes: the greatest value, and the times below. `since` is the first counted time, None if all are
-    counted. `now` is the last value of a line.
+    counted.
+
+    `areas` give the values of a line under the pointer, `marks` the starts and ends of workers. `total` is the sum of
+    bars, or the last value of a line.
     """
 
     label: str
-    highest: int
+    highest: str
     times: Sequence[datetime]
     since: datetime | None
-    series: Sequence[Series] = ()
+    bars: Sequence[Bar] = ()
     points: str = ""
-    now: int = 0
+    areas: Sequence[Bar] = ()
+    marks: Sequence[Bar] = ()
+    total: int = 0
 
 
 class TopicFailures(NamedTuple):
@@ -72,24 +69,52 @@ class TopicFailures(NamedTuple):
     chart: Chart
 
 
-def activity(asked: Range, now: datetime, sent: Mapping[datetime, int], failed: Mapping[datetime, int]) -> WideChart:
-    """Draw sent beside failed messages by time. `sent` has only the slots that are counted already."""
+def messages_by_time(
+    asked: Range, now: datetime, counts: Mapping[datetime, int], state: State, marks: Sequence[Bar] = ()
+) -> WideChart:
+    """Draw the numbers of messages by time, on a scale of their own."""
     slots = asked.slots(now)
-    counts = {State.SENT: sent, State.FAILED: failed}
-    highest = max((count.get(at, 0) for count in counts.values() for at in slots), default=0)
+    highest = max((counts.get(at, 0) for at in slots), default=0)
     room = WIDE_WIDTH / len(slots)
-    series = []
-    for place, (state, count) in enumerate(counts.items()):
-        drawn = [
-            _bar(room * (number + 0.1 + 0.4 * place), room * 0.4, count[at], highest, _title(at, count[at], state))
-            for number, at in enumerate(slots)
-            if count.get(at)
-        ]
-        series.append(Series(state, sum(count.get(at, 0) for at in slots), drawn))
-    told = " and ".join(f"{one.total:,} {one.state}" for one in series)
-    label = f"{told} in {asked.name}, at most {highest:,} in {_length(asked.width)}"
-    since = next((at for at in slots if at in sent), None)
-    return WideChart(label, highest, _times(slots), None if since == slots[0] else since, series)
+    drawn = [
+        _bar(room * (number + 0.1), room * 0.8, counts[at], highest, f"{_utc(at)}: {counts[at]:,} {state}")
+        for number, at in enumerate(slots)
+        if counts.get(at)
+    ]
+    total = sum(counts.get(at, 0) for at in slots)
+    label = f"{total:,} {state} in {asked.name}, at most {highest:,} in {_length(asked.width)}"
+    since = next((at for at in slots if at in counts), None)
+    return WideChart(
+        label,
+        f"{highest:,}",
+        _times(slots),
+        None if since == slots[0] else since,
+        drawn,
+        marks=marks,
+        total=total,
+    )
+
+
+def latency(
+    asked: Range, now: datetime, sent: Mapping[datetime, Latencies], share: float, marks: Sequence[Bar] = ()
+) -> WideChart:
+    """Draw a percentile of the latency by time."""
+    slots = asked.slots(now)
+    room = WIDE_WIDTH / len(slots)
+    found = {at: percentiles([sent[at]], [share])[0] for at in slots if at in sent}
+    known = {at: seconds for at, seconds in found.items() if seconds is not None}
+    highest = max(known.values(), default=0.0)
+    points, areas = [], []
+    for number, at in enumerate(slots):
+        if at in known:
+            points.append(f"{room * (number + 0.5):.1f},{WIDE_HEIGHT - (WIDE_HEIGHT - 2) * known[at] / highest:.1f}")
+            areas.append(_area(room * number, room, f"{_utc(at)}: {format_seconds(known[at])}"))
+    label = (
+        f"percentile {share * 100:g} of the latency, at most {format_seconds(highest)} in {_length(asked.width)}"
+        if known
+        else "no messages sent"
+    )
+    return WideChart(label, format_seconds(highest), _times(slots), None, (), " ".join(points), areas, marks)
 
 
 def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> WideChart:
@@ -97,13 +122,41 @@ def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> WideCha
     slots = asked.slots(now)
     highest = max(known.values(), default=0)
     span = (now - slots[0]).total_seconds()
-    points = " ".join(
-        f"{WIDE_WIDTH * (at - slots[0]).total_seconds() / span:.1f},{_y(count, highest):.1f}"
+    room = WIDE_WIDTH / len(slots)
+    xs = {at: WIDE_WIDTH * (at - slots[0]).total_seconds() / span for at in known}
+    points = " ".join(f"{xs[at]:.1f},{_y(count, highest):.1f}" for at, count in sorted(known.items()))
+    areas = [
+        _area(max(0.0, xs[at] - room / 2), room, f"{_utc(at)}: {count:,} messages")
         for at, count in sorted(known.items())
-    )
+    ]
     label = f"{known[now]:,} messages now, at most {highest:,} in {asked.name}"
     since = min(known)
-    return WideChart(label, highest, _times(slots), None if since == slots[0] else since, points=points, now=known[now])
+    return WideChart(
+        label,
+        f"{highest:,}",
+        _times(slots),
+        None if since == slots[0] else since,
+        points=points,
+        areas=areas,
+        total=known[now],
+    )
+
+
+def marks_of(asked: Range, now: datetime, workers: Sequence[WorkerRow]) -> list[Bar]:
+    """Return the starts and ends of these workers in a range of time."""
+    slots = asked.slots(now)
+    span = asked.width * asked.slot_count
+    moments = [
+        (at, f"{_utc(at)}: worker {row.worker} {what}")
+        for row in workers
+        for at, what in ((row.started_at, f"started, version {row.version or 'unknown'}"), (row.ended_at, "ended"))
+        if at is not None and at >= slots[0]
+    ]
+    return [_area(WIDE_WIDTH * ((at - slots[0]) / span), 1, title) for at, title in sorted(moments)]
+
+
+def _area(x: float, width: float, title: str) -> Bar:
+    return Bar(f"{x:.1f}", "0", f"{width:.1f}", str(WIDE_HEIGHT), title)
 
 
 def _bar(x: float, width: float, count: int, highest: int, title: str) -> Bar:
@@ -115,8 +168,8 @@ def _y(count: int, highest: int) -> float:
     return WIDE_HEIGHT * (1 - count / max(1, highest))
 
 
-def _title(at: datetime, count: int, state: State) -> str:
-    return f"{at:%Y-%m-%d %H:%M} UTC: {count:,} {state}"
+def _utc(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _length(width: timedelta) -> str:
@@ -141,22 +194,6 @@ def _bars(counts: Sequence[int], what: str) -> Chart:
                 Bar(f"{slot * _SLOT + 0.5:.1f}", f"{HEIGHT - height:.1f}", f"{_SLOT - 1:.1f}", f"{height:.1f}")
             )
     return Chart(f"{sum(counts):,} {what}, at most {highest:,} in a minute", bars=drawn)
-
-
-def latency(minutes: Sequence[Minute], share: float) -> Chart:
-    """Chart a percentile of the latency, by minute."""
-    found = [percentiles([minute], [share])[0] for minute in minutes]
-    known = [seconds for seconds in found if seconds is not None]
-    if not known:
-        return Chart("no messages sent")
-    highest = max(known)
-    first = MINUTES - len(found)
-    points = " ".join(
-        f"{(slot + 0.5) * _SLOT:.1f},{HEIGHT - (HEIGHT - 2) * seconds / highest:.1f}"
-        for slot, seconds in enumerate(found, start=first)
-        if seconds is not None
-    )
-    return Chart(f"percentile {share * 100:g} by minute, at most {highest:.3g} seconds", points=points)
 
 
 def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:

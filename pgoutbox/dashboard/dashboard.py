@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import anyio
 import psycopg
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.bulk import Bulks
-from pgoutbox.dashboard.charts import TopicFailures, WideChart, activity, failures_by_topic
+from pgoutbox.dashboard.charts import TopicFailures, failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
-from pgoutbox.dashboard.history import RANGES, History, Minute
+from pgoutbox.dashboard.history import History
 from pgoutbox.dashboard.live import ChangeFeed
-from pgoutbox.dashboard.tabs import Tab, count_tabs
+from pgoutbox.dashboard.tabs import Facets, Tab, count_tabs, facets_of
 from pgoutbox.doctor import Finding, Level, examine_delivery
 from pgoutbox.errors import PgOutboxError
-from pgoutbox.message import State
 from pgoutbox.operations import Operator
+from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.history import Range
+    from pgoutbox.dashboard.history import Latencies, Range
     from pgoutbox.dashboard.types import Connection, Viewer
-    from pgoutbox.operations import Redirects
+    from pgoutbox.operations import MessageFilter, Redirects
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
 
@@ -54,8 +55,8 @@ class Overview(NamedTuple):
     workers: list[reads.WorkerRow]
     breaker_count: int
     failures: list[TopicFailures]
-    minutes: list[Minute]
-    activity: WideChart
+    sent: Mapping[datetime, Latencies]
+    failed: Mapping[datetime, int]
 
 
 class Notices(NamedTuple):
@@ -109,11 +110,6 @@ class Dashboard:
 
     def _load_overview(self, connection: Connection, asked: Range) -> Overview:
         now = reads.now(connection)
-        minutes = self._history.of_last_hour(connection, now)
-        if asked is RANGES["1h"]:
-            sent = {minute.at: minute.states[State.SENT] for minute in minutes}
-        else:
-            sent = self._history.sent(connection, now, asked)
         return Overview(
             now,
             self._findings(connection, _FRESH_SECONDS),
@@ -122,8 +118,8 @@ class Dashboard:
             reads.running_workers(connection),
             reads.count_breakers(connection),
             failures_by_topic(reads.failed_lately(connection), now),
-            minutes,
-            activity(asked, now, sent, reads.failed_by_time(connection, asked, now)),
+            self._history.sent(connection, now, asked),
+            reads.failed_by_time(connection, asked, now),
         )
 
     async def notices(self) -> Notices:
@@ -151,6 +147,16 @@ class Dashboard:
         numbers = tabs["due"], tabs["in flight"], tabs["failed"]
         return Totals(problems, *numbers, reads.count_breakers(connection))
 
+    async def findings_about(self, what: Literal["queue", "topic"], name: str) -> list[Finding]:
+        """Return the findings about a queue or a topic, without hidden values, at most five seconds old."""
+        found = await self.database.read(lambda connection: self._findings(connection, _FRESH_TOTALS_SECONDS))
+        return self.redacted([finding for finding in found if finding.about.get(what) == name])
+
+    def redacted(self, findings: Sequence[Finding]) -> list[Finding]:
+        """Return the findings without hidden values."""
+        hidden = self.names_of(None)
+        return [dataclasses.replace(finding, what=redact_text(finding.what, hidden)) for finding in findings]
+
     def _findings(self, connection: Connection, seconds: float) -> list[Finding]:
         """Return the findings of so many seconds ago at most, or of now: overview and header share them."""
         asked_at = time.monotonic()
@@ -163,6 +169,16 @@ class Dashboard:
     async def tabs(self) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""
         return await self._fresh("tabs", count_tabs)
+
+    async def topics(self, *, seconds: float = _FRESH_SECONDS) -> reads.Topics:
+        """Return the topics with messages, at most so many seconds old."""
+        return await self._fresh("topics", reads.topics, seconds=seconds)
+
+    async def facets(self, which: MessageFilter) -> Facets:
+        """Return the topics and queues to choose from for this filter, at most five seconds old."""
+        topics = await self.topics(seconds=_FRESH_TOTALS_SECONDS)
+        queues = await self._fresh("queues", reads.queues, seconds=_FRESH_TOTALS_SECONDS)
+        return facets_of(topics, queues, which)
 
     async def _fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:
         """Return what `load` has read under this name so many seconds ago at most, or reads now."""

@@ -1,5 +1,4 @@
-"""Finished messages by time: those of the last hour by minute with their latencies, and those of up to two weeks by ten
-minutes.
+"""Sent messages by time and latency: those of the last hour by minute, and those of up to two weeks by ten minutes.
 
 A past slot of time does not change, so a process counts it only once. It counts from the newest slot to the oldest, for
 a short time per request. Readers see the slots counted so far. The depth of a queue is counted for each request.
@@ -11,13 +10,11 @@ import math
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
-from pgoutbox.message import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +30,7 @@ _SETTLED: Final = timedelta(minutes=2)
 _MINUTE: Final = timedelta(minutes=1)
 _TEN_MINUTES: Final = timedelta(minutes=10)
 # The first step counts all slots that are not settled, so that the next one makes progress.
-_FIRST_MINUTES: Final = 5
-_FIRST_TENS: Final = 2
+_FIRST_STEP: Final = {_MINUTE: 5, _TEN_MINUTES: 2}
 _BUCKETS_OF_A_DOUBLING: Final = 12
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -63,60 +59,43 @@ RANGES: Final = {
 _LONGEST: Final = max(known.width * known.slot_count for known in RANGES.values())
 
 
-@dataclass(slots=True)
-class Minute:
-    """The finished messages of one minute by state, and the latencies of sent messages by bucket."""
-
-    at: datetime
-    states: Counter[State] = field(default_factory=Counter)
-    latencies: Counter[int] = field(default_factory=Counter)
+Latencies: TypeAlias = Counter[int]
+"""The sent messages of a slot of time by bucket of their latency."""
 
 
 class History:
-    """The counted slots of a process. Thread-safe."""
+    """The counted slots of a process, by their width. Thread-safe."""
 
     def __init__(self) -> None:
-        self._minutes: dict[datetime, Minute] = {}
-        self._sent: dict[datetime, int] = {}
+        self._known: dict[timedelta, dict[datetime, Latencies]] = {_MINUTE: {}, _TEN_MINUTES: {}}
         self._lock = threading.Lock()
 
-    def of_last_hour(self, connection: Connection, now: datetime) -> list[Minute]:
-        """Return the minutes of the last hour, the current one last. The oldest are missing until they are counted."""
-        wanted = _newest_first(now, _MINUTE, MINUTES)
-        with self._lock:
-            counted = {at: self._minutes[at] for at in wanted if at in self._minutes}
-
-        def count(first: datetime, last: datetime) -> None:
-            counted.update(_count(connection, first, last))
-
-        with allowing_bitmaps(connection):
-            _count_back([at for at in wanted if at not in counted], _MINUTE, _FIRST_MINUTES, _BUDGET_SECONDS, count)
-        with self._lock:
-            self._minutes = {at: counted[at] for at in wanted if at in counted and at + _MINUTE + _SETTLED <= now}
-        return [counted[at] for at in _without_gap(wanted, counted)]
-
-    def sent(self, connection: Connection, now: datetime, asked: Range) -> dict[datetime, int]:
+    def sent(self, connection: Connection, now: datetime, asked: Range) -> dict[datetime, Latencies]:
         """Return the sent messages of a range by slot. The oldest slots are missing until they are counted."""
-        wanted = _newest_first(now, _TEN_MINUTES, asked.width * asked.slot_count // _TEN_MINUTES)
+        width = min(asked.width, _TEN_MINUTES)
+        wanted = _newest_first(now, width, asked.width * asked.slot_count // width)
         with self._lock:
-            counted = {at: self._sent[at] for at in wanted if at in self._sent}
+            counted = {at: self._known[width][at] for at in wanted if at in self._known[width]}
 
         def count(first: datetime, last: datetime) -> None:
-            counted.update(dict.fromkeys(_from_to(first, last, _TEN_MINUTES), 0))
-            rows = connection.execute(sql.SENT_BY_TIME, {"from": first, "to": last + _TEN_MINUTES})
-            counted.update({at.astimezone(UTC): messages for at, messages in rows})
+            counted.update({at: Counter() for at in _from_to(first, last, width)})
+            parameters = {"width": width.total_seconds(), "from": first, "to": last + width}
+            for at, bucket, messages in connection.execute(sql.SENT_BY_TIME, parameters):
+                counted[at.astimezone(UTC)][bucket] += messages
 
         with allowing_bitmaps(connection):
             missing = [at for at in wanted if at not in counted]
-            _count_back(missing, _TEN_MINUTES, _FIRST_TENS, _RANGE_BUDGET_SECONDS, count)
+            seconds = _BUDGET_SECONDS if width == _MINUTE else _RANGE_BUDGET_SECONDS
+            _count_back(missing, width, _FIRST_STEP[width], seconds, count)
         with self._lock:
-            settled = {at: sent for at, sent in counted.items() if at + _TEN_MINUTES + _SETTLED <= now}
-            known = {**self._sent, **settled}
-            self._sent = {at: sent for at, sent in known.items() if at > now - _LONGEST}
-        slots: Counter[datetime] = Counter()
+            settled = {at: found for at, found in counted.items() if at + width + _SETTLED <= now}
+            oldest = now - (_LONGEST if width == _TEN_MINUTES else asked.width * asked.slot_count)
+            known = {**self._known[width], **settled}
+            self._known[width] = {at: found for at, found in known.items() if at > oldest}
+        slots: dict[datetime, Latencies] = {}
         for at in _without_gap(wanted, counted):
-            slots[_slot(at, asked.width)] += counted[at]
-        return dict(slots)
+            slots.setdefault(_slot(at, asked.width), Counter()).update(counted[at])
+        return slots
 
 
 def depth(connection: Connection, queue: str, now: datetime, asked: Range, cap: int) -> dict[datetime, int]:
@@ -196,22 +175,11 @@ def _count_back(
         steps += 1
 
 
-def _count(connection: Connection, first: datetime, last: datetime) -> dict[datetime, Minute]:
-    minutes = {at: Minute(at) for at in _from_to(first, last, _MINUTE)}
-    rows = connection.execute(sql.FINISHED_BY_MINUTE, {"from": first, "to": last + _MINUTE})
-    for at, state, bucket, count in rows:
-        minute = minutes[at.astimezone(UTC)]
-        minute.states[State(state)] += count
-        if bucket is not None:
-            minute.latencies[bucket] += count
-    return minutes
-
-
-def percentiles(minutes: Iterable[Minute], shares: Iterable[float]) -> list[float | None]:
+def percentiles(slots: Iterable[Latencies], shares: Iterable[float]) -> list[float | None]:
     """Return percentiles of the latency in seconds, at most a few per cent too high."""
-    total: Counter[int] = Counter()
-    for minute in minutes:
-        total += minute.latencies
+    total: Latencies = Counter()
+    for slot in slots:
+        total.update(slot)
     return [_percentile(total, share) for share in shares]
 
 

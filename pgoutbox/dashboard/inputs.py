@@ -302,7 +302,9 @@ def breaker_of(form: Given) -> str:
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:
-    """Return the rate and the burst of a queue; None means no limit."""
+    """Return the rate and the burst of a queue; None means no limit, for which the form has a button."""
+    if form.get("unlimited"):
+        return None, None
     count = number_of(form, "rate", at_most=1_000_000)
     burst = number_of(form, "burst", at_most=1_000_000)
     period = choice_of(form, "per", PERIODS) or "second"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import RedirectResponse, Response
@@ -14,11 +13,12 @@ from pgoutbox.dashboard.access import is_live, operators_only
 from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import RefusedError
-from pgoutbox.dashboard.history import MINUTES, RANGES, percentiles
+from pgoutbox.dashboard.history import RANGES, percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.doctor import verdict
+from pgoutbox.message import State
 from pgoutbox.operations import Action, AuditRow, ListedMessage, Operator
 from pgoutbox.operations.acts import ACTS, DID
 from pgoutbox.redaction import redact_text
@@ -47,6 +47,7 @@ _DONE: Final[Mapping[str, str]] = {
     "limited": "The limit applies from the next claim of each worker.",
 }
 _PREVIEW: Final = 10
+_MORE_FIELDS: Final = ("destination", "owner", "key", "created_from", "created_before")
 _SHARES: Final = (0.5, 0.95, 0.99)
 
 
@@ -71,6 +72,9 @@ async def overview(request: Request) -> Response:
     asked = inputs.range_of(request.query_params)
     found = await dashboard.overview(asked)
     hidden = dashboard.names_of(None)
+    marks = charts.marks_of(asked, found.now, found.workers)
+    sent = {at: slot.total() for at, slot in found.sent.items()}
+    sent_chart = charts.messages_by_time(asked, found.now, sent, State.SENT, marks)
     return await render_page(
         request,
         "overview.html",
@@ -78,14 +82,15 @@ async def overview(request: Request) -> Response:
             "page": "overview",
             "notice": _notice(request),
             **found._asdict(),
-            "problems": [replace(p, what=redact_text(p.what, hidden)) for p in found.problems],
+            "problems": dashboard.redacted(found.problems),
             "verdict": redact_text(verdict(found.problems), hidden),
             "oldest_due_at": found.queues.oldest_due_at,
             "asked_range": asked.name,
             "ranges": list(RANGES),
-            "is_counting": len(found.minutes) < MINUTES or found.activity.since is not None,
-            "latency_chart": charts.latency(found.minutes, 0.95),
-            "percentiles": list(zip(_SHARES, percentiles(found.minutes, _SHARES), strict=True)),
+            "sent_chart": sent_chart,
+            "failed_chart": charts.messages_by_time(asked, found.now, found.failed, State.FAILED, marks),
+            "latency_chart": charts.latency(asked, found.now, found.sent, 0.95, marks),
+            "percentiles": list(zip(_SHARES, percentiles(found.sent.values(), _SHARES), strict=True)),
             "failed_cap": reads.CAP,
             "chart_cap": reads.FAILED_CAP,
             "queue_cap": reads.QUEUE_CAP,
@@ -106,12 +111,13 @@ async def messages(request: Request) -> Response:
     which = inputs.filter_of(given)
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     dashboard = dashboard_of(request)
-    # A live refresh searches only the newest rows, because it runs often.
-    seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
 
     def load(connection: Connection) -> dict[str, object]:
-        found = reads.search(connection, which, before_id=before_id, limit=limit, seconds=seconds)
-        return {"found": found, "messages": _redacted(dashboard, found.messages)}
+        # A live refresh searches only the newest rows, because it runs often.
+        found = reads.search(connection, which, before_id=before_id, limit=limit, is_brief=is_live(request))
+        is_about = which.destination is not None and not which.states and before_id is None
+        near = reads.count_near(connection, which) if is_about else None
+        return {"found": found, "messages": _redacted(dashboard, found.messages), "near": near}
 
     asked = inputs.asked_for(which)
     return await _show(
@@ -120,9 +126,11 @@ async def messages(request: Request) -> Response:
         load,
         page="messages",
         tabs=tabs_of(await dashboard.tabs(), which),
+        facets=(await dashboard.facets(which))._asdict(),
         which=which,
         asked=asked,
         is_filtered=any(value is not None for name, value in asked.items() if name not in ("state", "due")),
+        has_more=any(asked.get(name) is not None for name in _MORE_FIELDS),
         limit=limit,
         before_id=before_id,
         bulk_acts=[act for act in ACTS.values() if act.in_lists and set(which.states) <= set(act.states)],
@@ -198,6 +206,7 @@ async def _queue(request: Request, name: str) -> Response:
         "queue.html",
         load,
         **_ABOUT_QUEUES,
+        problems=await dashboard_of(request).findings_about("queue", name),
         asked=name,
         cap=reads.CAP,
         looked_at=reads.SEARCH_ROWS,
@@ -232,8 +241,7 @@ async def breakers(request: Request) -> Response:
         found = reads.breakers(connection)
         return {"breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found]}
 
-    capped = {"cap": reads.QUEUE_CAP, "most": reads.MAX_BREAKERS}
-    return await _show(request, "breakers.html", load, page="breakers", **capped)
+    return await _show(request, "breakers.html", load, page="breakers", most=reads.MAX_BREAKERS)
 
 
 async def failed(request: Request) -> Response:
@@ -294,12 +302,12 @@ async def bulk_preview(request: Request) -> Response:
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
-        count, is_all = reads.count_near(connection, which)
-        shown = count if which.ids is not None else min(count, _PREVIEW)
-        found = reads.search(connection, which, limit=shown).messages if count else []
+        near = reads.count_near(connection, which)
+        shown = near.matching if which.ids is not None else min(near.matching, _PREVIEW)
+        found = reads.search(connection, which, limit=shown).messages if near.matching else []
         first = _redacted(dashboard, found)
         cause = reads.cause_of(connection, which, dashboard.names_of(which.topic))
-        return {"count": count, "is_all": is_all, "messages": first, "cause": cause}
+        return {"near": near, "messages": first, "cause": cause}
 
     return await _show(
         request,
@@ -309,7 +317,6 @@ async def bulk_preview(request: Request) -> Response:
         act=act,
         asked=inputs.asked_for(which),
         most=MAX_MESSAGES,
-        rows=reads.rows_of(which),
         running=[bulk for bulk in dashboard.bulks.latest() if bulk.is_running],
     )
 

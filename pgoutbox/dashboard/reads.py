@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -12,6 +12,7 @@ from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
+from pgoutbox.operations.window import Window
 from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ GROUP_ROWS: Final = 3_000
 SEARCH_SECONDS: Final = 3.0
 MAX_QUEUES: Final = 100
 QUEUE_NAMES: Final = 10_000
+TOPIC_NAMES: Final = 10_000
 _RANK_CAP: Final = 100
 # The rate of a queue is that of this time.
 RATE_SECONDS: Final = 300
@@ -33,6 +35,8 @@ _RATE_ROWS: Final = 50_000
 DEPTH_CAP: Final = 50_000
 FAILED_CAP: Final = 100_000
 MAX_BREAKERS: Final = 100
+# Ten times so many rows in all, if the queues are few.
+EACH_QUEUE: Final = {"prefix": "", "queues": QUEUE_NAMES, "rows": QUEUE_CAP}
 _RUNNING: Final = 20
 _GROUPS: Final = 100
 _SUPERSEDED: Final = 20
@@ -84,12 +88,30 @@ class Queues(NamedTuple):
     oldest_due_at: datetime | None
 
 
-class TopicCount(NamedTuple):
-    """Unfinished and failed messages of a topic; columns in the order of COUNT_BY_TOPIC."""
+class TopicRow(NamedTuple):
+    """A topic with messages now or in the last minutes.
+
+    `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds. `first_id` is the
+    pending message that is due first, `error_id` one whose attempt has failed.
+    """
 
     topic: str
-    unfinished: int
-    failed: int
+    waiting: Count
+    due: Count
+    in_flight: Count
+    failed: Count
+    per_second: float | None = None
+    waited: Sequence[float] | None = None
+    handled: Sequence[float] | None = None
+    first_id: int | None = None
+    error_id: int | None = None
+
+
+class Topics(NamedTuple):
+    """The topics by name. `nothing` has the numbers of a topic that is not among them."""
+
+    rows: dict[str, TopicRow]
+    nothing: TopicRow
 
 
 class WorkerRow(NamedTuple):
@@ -123,7 +145,7 @@ class RunningMessage(NamedTuple):
 class BreakerRow(NamedTuple):
     """A circuit breaker and the messages that wait for it; columns in the order of LIST_BREAKERS.
 
-    The messages are counted among the first ones that wait for any reason. With `is_sample` there may be more.
+    The messages are counted among those of each queue that are due first. With `is_sample` there may be more.
     """
 
     key: str
@@ -156,6 +178,21 @@ class Found:
     next_before: int | None
     looked_at: int | None
     is_deep: bool = False
+
+
+class Near(NamedTuple):
+    """The numbers of matches among the newest rows by state, with the newest one; and whether those are all rows there
+    are.
+    """
+
+    states: dict[State, tuple[int, int]]
+    looked_at: int
+    is_all: bool
+
+    @property
+    def matching(self) -> int:
+        """The number of matches in all states."""
+        return sum(messages for messages, _ in self.states.values())
 
 
 def now(connection: Connection) -> datetime:
@@ -202,6 +239,11 @@ def count_due(connection: Connection) -> tuple[Count, Count, Count]:
 def _count_in_queues(sample: int, counts: list[int], *, is_all: bool) -> Count:
     is_exact = is_all and max(counts, default=0) <= QUEUE_CAP
     return Count(sum(counts), "exactly") if is_exact else Count(min(max(sample, sum(counts)), CAP), "at least")
+
+
+def capped(messages: int) -> Count:
+    """Return a number of messages of a queue, which was counted up to one above `QUEUE_CAP`."""
+    return Count(min(messages, QUEUE_CAP), "at least" if messages > QUEUE_CAP else "exactly")
 
 
 def queues(connection: Connection, *, prefix: str = "", limit: int = MAX_QUEUES) -> Queues:
@@ -253,7 +295,7 @@ def running_messages(connection: Connection) -> dict[str, list[RunningMessage]]:
 
 def breakers(connection: Connection) -> list[BreakerRow]:
     """Return the breakers that are not closed, newest first, with the number of the messages behind each."""
-    rows = connection.execute(sql.LIST_BREAKERS, {"cap": CAP, "limit": MAX_BREAKERS})
+    rows = connection.execute(sql.LIST_BREAKERS, EACH_QUEUE | {"limit": MAX_BREAKERS})
     return [BreakerRow._make(row) for row in rows]
 
 
@@ -286,9 +328,53 @@ def cause_of(connection: Connection, which: MessageFilter, names: Collection[str
     return next((group.redacted(names).cause for group in groups if group.group == which.error_group), None)
 
 
-def count_by_topic(connection: Connection) -> list[TopicCount]:
-    """Return the numbers of unfinished and failed messages by topic, among the newest ones of each."""
-    return [TopicCount._make(row) for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP})]
+def topics(connection: Connection) -> Topics:
+    """Return the topics with messages now or in the last minutes.
+
+    Of each queue the messages that are due first are counted. If there are more, no number of waiting ones is exact.
+    """
+    waiting = {row[0]: row[1:] for row in connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"topics": TOPIC_NAMES})}
+    held = {row[0]: row[1:] for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP})}
+    with allowing_bitmaps(connection):
+        rates = connection.execute(sql.RATES_BY_TOPIC, {"seconds": RATE_SECONDS, "cap": _RATE_ROWS})
+        ended = {row[0]: row[1:] for row in rates}
+
+    def zero(*, is_capped: bool) -> Count:
+        return Count(0, "at least" if is_capped else "exactly")
+
+    not_waiting = zero(is_capped=any(is_capped for *_, is_capped in waiting.values()))
+    nothing = TopicRow(
+        "",
+        waiting=not_waiting,
+        due=not_waiting,
+        in_flight=zero(is_capped=sum(in_flight for in_flight, *_ in held.values()) >= CAP),
+        failed=zero(is_capped=sum(failed for _, failed, _ in held.values()) >= CAP),
+    )
+    rows: dict[str, TopicRow] = {}
+    for name in {*waiting, *held, *ended}:
+        messages, due, first_id, tried_id, _ = waiting.get(name, (0, 0, None, None, False))
+        in_flight, failed, failed_id = held.get(name, (0, 0, None))
+        per_second, waited, handled = ended.get(name, (None, None, None))
+        rows[name] = TopicRow(
+            name,
+            nothing.waiting + Count(messages),
+            nothing.due + Count(due),
+            nothing.in_flight + Count(in_flight),
+            nothing.failed + Count(failed),
+            per_second,
+            waited,
+            handled,
+            first_id,
+            tried_id or failed_id,
+        )
+    return Topics(rows, nothing)
+
+
+def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> dict[int, ListedMessage]:
+    """Return the messages that the rows name, by id."""
+    ids = {wanted for row in rows for wanted in (row.first_id, row.error_id) if wanted is not None}
+    which = MessageFilter(ids=tuple(sorted(ids)))
+    return {found.id: found for found in search(connection, which, limit=len(ids)).messages} if ids else {}
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:
@@ -327,56 +413,72 @@ def is_copy(connection: Connection) -> bool:
 
 
 def search(
-    connection: Connection, which: MessageFilter, *, before_id: int | None = None, limit: int, seconds: float = 0.0
+    connection: Connection, which: MessageFilter, *, before_id: int | None = None, limit: int, is_brief: bool = True
 ) -> Found:
     """Return the newest matches below `before_id`, newest first.
 
-    Searches `rows_of(which)` rows at a time, until the page is full or `seconds` have passed.
+    Searches until the page is full, or `SEARCH_SECONDS` have passed, or, if brief, `rows_of(which)` rows are read.
     """
-    found = _search(connection, which, before_id, limit, seconds)
-    waits = Operator(connection).why_they_wait([message.id for message in found.messages])
-    return replace(found, messages=[message._replace(waits=waits.get(message.id)) for message in found.messages])
+    found = _search(connection, which, before_id, limit, is_brief=is_brief)
+    return replace(found, messages=Operator(connection).with_waits(found.messages))
 
 
-def _search(connection: Connection, which: MessageFilter, before_id: int | None, limit: int, seconds: float) -> Found:
+def _search(
+    connection: Connection, which: MessageFilter, before_id: int | None, limit: int, *, is_brief: bool
+) -> Found:
     before_id, not_below_id = _bounds(connection, which, before_id)
-    over_at = time.monotonic() + seconds
-    rows = rows_of(which)
-    parameters = {**which.parameters(), "not_below_id": not_below_id, "rows": rows}
+    over_at = time.monotonic() + SEARCH_SECONDS
+    most = rows_of(which)
+    window = Window(most)
+    parameters = {**which.parameters(), "not_below_id": not_below_id}
     held_only = set(which.states) == {State.SENDING} and which.error_group is None
     statement = sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES
     messages: list[ListedMessage] = []
     looked_at = 0
     while True:
-        parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages)}
-        found = connection.execute(statement, parameters)
-        messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
-        if len(messages) > limit:
-            return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at > 0)
-        ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
+        with window.read() as next_rows:
+            # Messages in flight have an index of their own.
+            rows = most if held_only else next_rows
+            parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages), "rows": rows}
+            found = connection.execute(statement, parameters)
+            messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
+            if len(messages) > limit:
+                return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at >= most)
+            ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
         if ended_at is None:
-            return Found(messages, None, None, is_deep=looked_at > 0)
+            return Found(messages, None, None, is_deep=looked_at >= most)
         looked_at += rows
         before_id = ended_at[0]
-        if time.monotonic() >= over_at:
-            return Found(messages, before_id, looked_at, is_deep=looked_at > rows)
+        if (is_brief and looked_at >= most) or time.monotonic() >= over_at:
+            return Found(messages, before_id, looked_at, is_deep=looked_at > most)
 
 
-def count_near(connection: Connection, which: MessageFilter) -> tuple[int, bool]:
-    """How many of the newest rows match, and whether those are all rows there are."""
+def count_near(connection: Connection, which: MessageFilter) -> Near:
+    """Count the matches among the newest rows: `rows_of(which)`, or as many as are read in `SEARCH_SECONDS`."""
     before_id, not_below_id = _bounds(connection, which, None)
-    parameters = {
-        **which.parameters(),
-        "before_id": before_id,
-        "not_below_id": not_below_id,
-        "rows": rows_of(which),
-    }
-    ((matching, looked_at),) = connection.execute(sql.COUNT_SEARCHED, parameters)
-    return int(matching), looked_at < rows_of(which)
+    over_at = time.monotonic() + SEARCH_SECONDS
+    most = rows_of(which)
+    window = Window(most)
+    states: dict[State, tuple[int, int]] = {}
+    looked_at = 0
+    while True:
+        parameters = {**which.parameters(), "before_id": before_id, "not_below_id": not_below_id}
+        with window.read() as next_rows:
+            rows = min(next_rows, most - looked_at)
+            found = connection.execute(sql.COUNT_SEARCHED, parameters | {"rows": rows}).fetchall()
+        for state, matching, newest_id, _, _ in found:
+            before, newest_before = states.get(State(state), (0, newest_id))
+            if matching:
+                states[State(state)] = before + matching, newest_before
+        read = sum(row_count for *_, row_count, _ in found)
+        looked_at += read
+        if read < rows or looked_at >= most or time.monotonic() >= over_at:
+            return Near(states, looked_at, is_all=read < rows)
+        before_id = min(last_id for *_, last_id in found)
 
 
 def rows_of(which: MessageFilter) -> int:
-    """Return the number of rows that one page searches."""
+    """Return the number of rows that a refresh or a preview searches."""
     return SEARCH_ROWS if which.error_group is None else GROUP_ROWS
 
 

@@ -1,4 +1,4 @@
-"""The tabs of the messages: one for each state, with the number of its messages."""
+"""The tabs of the messages: one for each state, with the number of its messages, and its topics and queues."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pgoutbox.message import State
 from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pgoutbox.dashboard.types import Connection
     from pgoutbox.operations import MessageFilter
 
+_FACETS: Final = 8
 _KINDS: Final[Sequence[CountKind]] = ("exactly", "about", "at least")
 
 
@@ -42,6 +43,42 @@ def count_tabs(connection: Connection) -> list[Tab]:
             for state in (State.FAILED, State.SENT, State.SKIPPED, State.CANCELLED)
         ),
     ]
+
+
+class Facets(NamedTuple):
+    """The topics and queues of the messages of a tab, those with the most messages first, and the chosen ones."""
+
+    topic: list[tuple[str, Count | None]]
+    queue: list[tuple[str, Count | None]]
+
+
+def facets_of(topics: reads.Topics, queues: reads.Queues, which: MessageFilter) -> Facets:
+    """Return the topics and queues to choose from for this filter, with their numbers in its tab."""
+    match which.states, which.due:
+        case (State.PENDING,), "now":
+            by_topic = {row.topic: row.due for row in topics.rows.values()}
+            by_queue = {row.queue: row.due for row in queues.rows}
+        case (State.PENDING,), None:
+            by_topic = {row.topic: row.waiting for row in topics.rows.values()}
+            by_queue = {row.queue: row.due + row.scheduled for row in queues.rows}
+        case (State.SENDING,), _:
+            by_topic = {row.topic: row.in_flight for row in topics.rows.values()}
+            by_queue = {row.queue: row.sending for row in queues.rows}
+        case (State.FAILED,), _:
+            by_topic = {row.topic: row.failed for row in topics.rows.values()}
+            by_queue = {}
+        case _:
+            by_topic, by_queue = {}, {}
+    counted = {name: reads.capped(messages) for name, messages in by_queue.items()}
+    return Facets(_most(by_topic, which.topic), _most(counted, which.queue))
+
+
+def _most(counts: Mapping[str, Count], chosen: str | None) -> list[tuple[str, Count | None]]:
+    names = sorted((name for name in counts if counts[name].messages), key=lambda name: -counts[name].messages)
+    shown: list[tuple[str, Count | None]] = [(name, counts[name]) for name in names[:_FACETS]]
+    if chosen is not None and all(name != chosen for name, _ in shown):
+        shown.append((chosen, counts.get(chosen)))
+    return shown if len(shown) > 1 or chosen is not None else []
 
 
 def tabs_of(counted: Sequence[Tab], which: MessageFilter) -> list[Tab]:

@@ -17,6 +17,7 @@ from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ArgumentError, ConfigurationError, DedupeConflictError, UnknownTopicError
+from pgoutbox.operations import Operator
 from pgoutbox.options import MAX_DESTINATION_BYTES
 
 if TYPE_CHECKING:
@@ -24,40 +25,66 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from pgoutbox.dashboard.dashboard import Dashboard
+    from pgoutbox.dashboard.types import Connection
     from pgoutbox.enqueue.generators import Enqueued
     from pgoutbox.enqueue.validation import Draft
+    from pgoutbox.operations import FailureGroup
     from pgoutbox.outbox import Outbox
     from pgoutbox.topics import Topic
 
 _MAX_SHOWN: Final = 100
+_MAX_GROUPS: Final = 20
 _TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
 _FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
 
 
 async def topics(request: Request) -> Response:
-    """List the topics of the application, and those with messages in the database."""
+    """List the topics of the application and those with messages, or show only the requested one."""
+    asked = inputs.text_of(request.query_params, "topic")
+    start = inputs.text_of(request.query_params, "start") or ""
     dashboard = dashboard_of(request)
     outbox = dashboard.outbox
-    start = inputs.text_of(request.query_params, "start") or ""
-    found = await dashboard.database.read(reads.count_by_topic)
-    counts = {count.topic: count for count in found}
+    found = await dashboard.topics()
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
-    names = sorted(name for name in {*known, *counts} if name.startswith(start))
-    # Topics with messages need attention first, then those that nobody handles.
-    shown = sorted(names, key=lambda name: (name not in counts, name in known and known[name].handler is not None))
+    names = sorted(name for name in {*known, *found.rows} if name.startswith(start)) if asked is None else [asked]
+
+    def rank(name: str) -> tuple[bool, bool]:
+        # Topics with messages need attention first, then those that nobody handles.
+        return name not in found.rows, name in known and known[name].handler is not None
+
+    shown = sorted(names, key=rank)[:_MAX_SHOWN]
+    rows = [found.rows.get(name, found.nothing._replace(topic=name)) for name in shown]
+
+    def load(connection: Connection) -> dict[str, object]:
+        named = reads.of_topics(connection, rows).values()
+        return {
+            "now": reads.now(connection),
+            "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in named},
+            "groups": () if asked is None else _failures_of(connection, dashboard, asked),
+        }
+
     return await render_page(
         request,
-        "topics.html",
+        "topics.html" if asked is None else "topic.html",
         {
             "page": "topics",
             "has_outbox": outbox is not None,
+            "problems": () if asked is None else await dashboard.findings_about("topic", asked),
             "start": start,
-            "topics": [(name, known.get(name), counts.get(name)) for name in shown[:_MAX_SHOWN]],
+            "asked": asked,
+            "topics": [(row, known.get(row.topic)) for row in rows],
             "topic_count": len(names),
-            "cap": reads.CAP,
-            "is_capped": max(sum(c.unfinished for c in found), sum(c.failed for c in found)) >= reads.CAP,
+            "rate_minutes": reads.RATE_SECONDS // 60,
+            "cap": reads.GROUP_ROWS,
+            **await dashboard.database.read(load),
         },
     )
+
+
+def _failures_of(connection: Connection, dashboard: Dashboard, topic: str) -> list[FailureGroup]:
+    found = Operator(connection).list_failures(topic=topic, limit=_MAX_GROUPS)
+    return [group.redacted(dashboard.names_of(topic)) for group in found]
 
 
 @operators_only

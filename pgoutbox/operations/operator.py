@@ -75,6 +75,7 @@ from pgoutbox.operations.records import (
     TopicCounts,
     WorkerRedirect,
 )
+from pgoutbox.operations.window import Window
 from pgoutbox.options import check_name
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target, check_topics
@@ -172,12 +173,18 @@ class Operator:
         parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
         rows = self._fetch(sql.LIST_MESSAGES, parameters)
         messages = [ListedMessage(*row)._replace(state=State(row[4])) for row in rows]
-        waits = self.why_they_wait([message.id for message in messages])
-        return [message._replace(waits=waits.get(message.id)) for message in messages]
+        return self.with_waits(messages)
 
-    def why_they_wait(self, ids: Sequence[int]) -> dict[int, str]:
-        """Return for each of these messages that is pending why it waits, as in `pgoutbox.waiting_view`."""
-        return dict(self._fetch(sql.WHY_THEY_WAIT, {"ids": list(ids)}))
+    def with_waits(self, messages: Sequence[ListedMessage]) -> list[ListedMessage]:
+        """Return the messages with the reason why each pending one waits, as in `pgoutbox.waiting_view`."""
+        rows = self._fetch(sql.WHY_THEY_WAIT, {"ids": [message.id for message in messages]})
+        found = {row[0]: row[1:] for row in rows}
+        nothing = None, None, None
+        return [
+            message._replace(waits=waits, waits_for=waits_for, waits_until=until)
+            for message in messages
+            for waits, waits_for, until in [found.get(message.id, nothing)]
+        ]
 
     def count_matching(self, which: MessageFilter, *, limit: int) -> int:
         """Return the number of matching messages, counted up to `limit`."""
@@ -205,10 +212,11 @@ class Operator:
     ) -> tuple[ShownMessage, list[ShownAttempt]]:
         """Return one message and its last attempts, newest first.
 
-        Without `whole`: the first 65,536 characters of headers, payload and the last error.
+        Without `whole`: the first 65,536 characters of headers, payload, content and the last error.
 
         Neither is redacted: call `redacted` before you show them. Without `with_values`, and for a role that may not
-        read the table, payload and headers are those of `pgoutbox.message_view`. Raises `MessageNotFoundError`.
+        read the tables, payload and headers are those of `pgoutbox.message_view`, and the content of a fan-out is None.
+        Raises `MessageNotFoundError`.
         """
         statement = sql.SHOW_MESSAGE if with_values and self.reads_payloads() else sql.SHOW_MESSAGE_VIEW
         parameters = {"id": message_id, "characters": _ALL if whole else _SHOWN_CHARACTERS}
@@ -216,12 +224,15 @@ class Operator:
         if not rows:
             raise MessageNotFoundError(f"no such message: {message_id}")
         attempts = self._fetch(sql.SHOW_ATTEMPTS, parameters)
-        message = ShownMessage._make(rows[0])
+        message = ShownMessage(*rows[0])
         message = message._replace(
             state=State(message.state),
             headers=_json_of(message.headers, message.headers_bytes),
             payload=_json_of(message.payload, message.payload_bytes),
         )
+        if with_values and message.content_id is not None and self._answer(sql.READS_CONTENTS):
+            for text, size in self._fetch(sql.SHOW_CONTENT, parameters | {"id": message.content_id}):
+                message = message._replace(content=_json_of(text, size), content_bytes=size)
         return message, [ShownAttempt._make(row) for row in attempts]
 
     def reads_payloads(self) -> bool:
@@ -432,10 +443,13 @@ class Operator:
         """
         ((through_id,),) = self._fetch(sql.NEWEST_ID)
         rows = _SEARCHED_ROWS if which.error_group is None else _SEARCHED_GROUP_ROWS
-        parameters = which.parameters() | {"through_id": through_id, "rows": rows}
+        parameters = which.parameters() | {"through_id": through_id}
         after_id: int | None = 0
+        window = Window(rows)
         while after_id is not None:
-            ((ids, counts, last_id, _),) = self._fetch(sql.SEARCH_AHEAD, parameters | {"after_id": after_id})
+            with window.read() as rows:
+                asked = parameters | {"after_id": after_id, "rows": rows}
+                ((ids, counts, last_id, _),) = self._fetch(sql.SEARCH_AHEAD, asked)
             found = list(zip(ids or (), counts or (), strict=True))
             for part in _slices(found, batch_size):
                 yield dict(part), part[-1][0] if part else last_id or through_id, through_id

@@ -194,8 +194,8 @@ class JsonText(str):
 class ListedMessage(NamedTuple):
     """A message in a list, without its payload.
 
-    The fields have the order of LIST_MESSAGES. `waits` is the reason why a pending message is not delivered yet, as in
-    `pgoutbox.waiting_view`.
+    The fields have the order of LIST_MESSAGES, then that of WHY_THEY_WAIT: `waits` is the reason why a pending message
+    is not delivered yet, `waits_for` the message for which it waits, and `waits_until` the end of it, if known.
     """
 
     id: int
@@ -214,6 +214,8 @@ class ListedMessage(NamedTuple):
     skip_reason: str | None
     last_error: str | None
     waits: str | None = None
+    waits_for: int | None = None
+    waits_until: datetime | None = None
 
     @property
     def attempts(self) -> str:
@@ -259,8 +261,9 @@ WAITS: Final = {
 class ShownMessage(NamedTuple):
     """All data of one message.
 
-    The fields have the order of SHOW_MESSAGE. Headers and payload can be a `JsonText`. Their sizes are the sizes of the
-    whole JSON text. `waits` is the reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`.
+    The fields have the order of SHOW_MESSAGE, then that of SHOW_CONTENT. Headers, payload and content can be a
+    `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why a pending message is not
+    delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
     """
 
     id: int
@@ -297,6 +300,8 @@ class ShownMessage(NamedTuple):
     headers_bytes: int | None
     payload: JsonValue
     payload_bytes: int
+    content: JsonValue = None
+    content_bytes: int | None = None
 
     @property
     def attempts(self) -> str:
@@ -316,6 +321,7 @@ class ShownMessage(NamedTuple):
             last_error=_redact_text(self.last_error, names),
             headers=_redact_json(self.headers, names),
             payload=_redact_json(self.payload, names),
+            content=_redact_json(self.content, names),
         )
 
 

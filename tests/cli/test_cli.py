@@ -736,6 +736,18 @@ class TestLooking:
         assert row[header.index("reason")] == "waits: no worker"
         assert json.loads(cli("list", "--json").out)["waits"] == "no worker"
 
+    def test_waiting_messages_name_the_message_and_the_time_for_which_they_wait(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        first, second = (put(database, queue="bookings", ordering_key="room-7") for _ in range(2))
+        put(database, queue="paused")
+        database.execute(
+            "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('paused', now(), '2126-01-01Z')"
+        )
+        assert f"waits: in order (message {first})" in cli("list", "--queue", "bookings").out
+        assert f"{second}" in cli("list", "--queue", "bookings").out
+        assert "waits: paused until 2126-01-01T00:00:00+00:00" in cli("list", "--queue", "paused").out
+
     def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         failed = put(database, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(database)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox.dashboard.history import Minute, percentiles
+from pgoutbox.dashboard.history import percentiles
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
@@ -68,6 +68,7 @@ IN_FAILED = MessageFilter(states=(State.FAILED,), text="nowhere")
 IN_GROUP = MessageFilter(error_group="0" * 12)
 # The application stores them far apart from each other.
 SELECTED = MessageFilter(ids=(1, 5, 10**12))
+EACH_QUEUE = {"prefix": "", "queues": 10, "rows": CAP}
 NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 
@@ -97,7 +98,10 @@ def most_read(plan: dict[str, Any]) -> int:
         ("RANK_QUEUES", {"prefix": "d", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
-        ("LIST_BREAKERS", {"cap": CAP, "limit": 5}, 3 * CAP),
+        ("LIST_BREAKERS", {**EACH_QUEUE, "limit": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
+        ("WAITING_TOPICS", {**EACH_QUEUE, "topics": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
+        ("COUNT_BY_TOPIC", {"cap": CAP}, CAP),
+        ("RATES_BY_TOPIC", {"seconds": 300, "cap": CAP}, CAP),
         ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
@@ -146,10 +150,8 @@ def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycop
 
 
 def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:
-    minute = Minute(timedelta.max)  # type: ignore[arg-type] # the time does not matter
-    assert percentiles([minute], [0.5]) == [None]
-    minute.latencies.update({0: 98, 12: 1, 24: 1})
-    half, most, all_of_them = percentiles([minute], [0.5, 0.99, 1.0])
+    assert percentiles([Counter()], [0.5]) == [None]
+    half, most, all_of_them = percentiles([Counter({0: 98}), Counter({12: 1, 24: 1})], [0.5, 0.99, 1.0])
     assert half == pytest.approx(2 ** (1 / 12))
     assert most == pytest.approx(2 * 2 ** (1 / 12))
     assert all_of_them == pytest.approx(4 * 2 ** (1 / 12))

@@ -11,12 +11,12 @@ import psycopg
 import pytest
 import sqlalchemy
 
-from pgoutbox import Operator, SchemaError, State, StateError
+from pgoutbox import Operator, Outbox, SchemaError, State, StateError
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError
 from pgoutbox.operations import ActResult, MessageFilter, MessageResult, Rate
 from pgoutbox.settings import load_settings
 from tests.support.messages import before_each_batch, put
-from tests.support.outbox_actions import state_of
+from tests.support.outbox_actions import settings_for, state_of
 from tests.support.roles import login
 from tests.support.waiting import wait_until
 
@@ -345,3 +345,19 @@ def test_a_redrive_by_sql_changes_no_other_states(rolled_back: psycopg.Connectio
     message_id = put(rolled_back, state)
     call = "SELECT * FROM pgoutbox.redrive(%s, %s)"
     assert rolled_back.execute(call, [[message_id], [state]]).fetchall() == [(message_id, "wrong_state", state, None)]
+
+
+def test_the_content_of_a_fan_out_is_shown_to_whoever_may_read_it(db: psycopg.Connection, dsn: str) -> None:
+    body = {"html": "<p>", "password": "s3cret", "more": "x" * 70_000}
+    with db.transaction():
+        Outbox(settings_for(dsn)).on(db).enqueue_fanout("news", None, ["mailto:ada@example.org"], content=body)
+    ((message_id,),) = db.execute("SELECT m.id FROM pgoutbox.message AS m").fetchall()
+    whole, _ = Operator(db).show_message(message_id, whole=True)
+    assert whole.content == body
+    assert "s3cret" not in str(whole.redacted(["password"]).content)
+    first, _ = Operator(db).show_message(message_id)
+    assert len(str(first.content)) == 65_536 < (first.content_bytes or 0)
+    assert Operator(db).show_message(message_id, with_values=False)[0].content is None
+    with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn) as connection:
+        hidden, _ = Operator(connection).show_message(message_id, whole=True)
+        assert (hidden.content, hidden.content_id) == (None, whole.content_id)

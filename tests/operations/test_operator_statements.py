@@ -219,9 +219,9 @@ class TestShow:
     def test_show_returns_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
         cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
         columns = {column.name for column in cursor.description or ()}
-        counts = {"headers_bytes", "payload_bytes"}
-        # In the tables claim and cancel_request, and in the view of waiting messages.
-        elsewhere = {"lease_expires_at", "cancel_requested_at", "waits", "waits_for", "waits_until"}
+        counts = {"headers_bytes", "payload_bytes", "content_bytes"}
+        # In the tables claim, cancel_request and content, and in the view of waiting messages.
+        elsewhere = {"lease_expires_at", "cancel_requested_at", "content", "waits", "waits_for", "waits_until"}
         # They follow from the attempts, the state and the keys, or are returned apart.
         repeated = {"lane", "key_in_flight", "attempts"}
         assert columns == {*ShownMessage._fields, "attempt_budget", *repeated} - counts - elsewhere

@@ -35,6 +35,7 @@ from pgoutbox.operations.acts import ACTS, ActArguments, ActName
 
 ROWS: Final = 25_000
 _HITS: Final = 1_000
+_USED_ROWS: Final = 2_000
 _SECONDS: Final = 5
 _MOST_RESENT: Final = 1_000  # Each copy has a transaction of its own.
 _LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_of"})
@@ -60,7 +61,7 @@ def _filter(name: str) -> type[admin.SimpleListFilter]:
         title = parameter_name = name
 
         def lookups(self, request: HttpRequest, model_admin: admin.ModelAdmin) -> list[tuple[str, str]]:  # noqa: ARG002
-            return [(one, one) for one in sorted({*_known(name), self.value() or ""} - {""})]
+            return [(one, one) for one in sorted({*_known(name), *_used(name), self.value() or ""} - {""})]
 
         def queryset(self, request: HttpRequest, queryset: QuerySet) -> QuerySet:  # noqa: ARG002
             return queryset.filter(**{name: self.value()}) if self.value() else queryset
@@ -73,6 +74,13 @@ def _known(name: str) -> set[str]:
         return {*outbox.topics, *outbox.handlers}
     served = {name.partition(":")[0] for name in outbox.default_queues} - {"*"}
     return served | {topic.queue or "default" for topic in outbox.topics.values()}
+
+
+def _used(name: str) -> set[str]:
+    """Return those of the newest messages, of the newest live ones and of the newest failed ones."""
+    newest = Message.objects.using(conf.alias()).order_by("-id").values_list(name, flat=True)
+    live, failed = newest.filter(state__in=_LIVE), newest.filter(state=State.FAILED)
+    return set(newest[:_USED_ROWS].union(live[:_USED_ROWS], failed[:_USED_ROWS]))
 
 
 class _ActForm(helpers.ActionForm):
@@ -93,7 +101,8 @@ def _names_of(topic: str) -> tuple[str, ...]:
 
 
 def _listed(message: Message) -> ListedMessage:
-    row = ListedMessage(*(getattr(message, name) for name in ListedMessage._fields if name != "waits"))
+    names = ListedMessage._fields
+    row = ListedMessage(*(getattr(message, name) for name in names if name not in ListedMessage._field_defaults))
     return row.redacted(_names_of(message.topic))
 
 
@@ -105,7 +114,7 @@ def _id_of(text: str) -> int | None:
 class MessageAdmin(admin.ModelAdmin):
     """With the permission to view, people see messages. To act, and to see payloads, they need the one to change."""
 
-    list_display = ("id", "topic", "state", "attempts", "reason", "created_at", "finished_at", "receiver")
+    list_display = ("id", "topic", "state", "reason", "attempts", "created_at", "finished_at", "receiver")
     list_filter = ("state", _filter("topic"), _filter("queue"), "created_at")
     list_per_page = list_max_show_all = 50
     show_full_result_count = False
@@ -115,6 +124,11 @@ class MessageAdmin(admin.ModelAdmin):
     search_help_text = f"An id, an owner, or a key of the newest {ROWS:,} messages in this list."
     actions = tuple(_action(act) for act in _ACTS)
     action_form = _ActForm
+
+    class Media:
+        """The cards of a phone."""
+
+        css = {"all": ("pgoutbox/admin.css",)}  # noqa: RUF012 - as Django documents it
 
     def has_add_permission(self, request: HttpRequest, obj: Message | None = None) -> bool:  # noqa: ARG002
         """Only the application enqueues, and only retention deletes."""

@@ -1,41 +1,34 @@
 -- The open breakers, newest first, with the pending messages behind each, due or not: those of its holds, and those that it
--- has postponed last. They are counted among the next `cap` messages of each lane, and of those with an ordering key.
-WITH waiting AS MATERIALIZED (
-    SELECT coalesce(
-        (
-            SELECT min(b.key)
-            FROM pgoutbox.breaker_view AS b
-            WHERE pgoutbox._hold_of(m.queue, m.topic, m.destination) = ANY (b.holds)
-        ),
-        m.breaker_key
-    ) AS breaker_key
+-- has postponed last. They are counted among those of each queue that are due first: with `is_sample` there may be more.
+\ir _live_queue_names.sql
+, waiting AS MATERIALIZED (
+    SELECT
+        coalesce(
+            (
+                SELECT min(b.key)
+                FROM pgoutbox.breaker_view AS b
+                WHERE pgoutbox._hold_of(l.queue, one.topic, one.destination) = ANY (b.holds)
+            ),
+            (
+                SELECT m.breaker_key
+                FROM pgoutbox.message_view AS m
+                WHERE m.id = one.id AND m.state = 'pending'
+                LIMIT 1
+            )
+        ) AS breaker_key,
+        count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
     FROM (
-        (
-            SELECT f.queue, f.topic, f.destination, f.breaker_key
-            FROM pgoutbox.message_view AS f
-            WHERE f.lane = 0 AND f.state = 'pending' AND f.ordering_key IS NULL
-            ORDER BY f.queue, f.available_at
-            LIMIT %(cap)s::bigint
-        )
-        UNION ALL
-        (
-            SELECT r.queue, r.topic, r.destination, r.breaker_key
-            FROM pgoutbox.message_view AS r
-            WHERE r.lane = 1 AND r.state = 'pending' AND r.ordering_key IS NULL
-            ORDER BY r.queue, r.available_at
-            LIMIT %(cap)s::bigint
-        )
-        UNION ALL
-        (
-            SELECT o.queue, o.topic, o.destination, o.breaker_key
-            FROM pgoutbox.message_view AS o
-            WHERE o.ordering_key IS NOT NULL AND o.available_at > '-infinity' AND o.state = 'pending'
-            ORDER BY o.queue, o.available_at
-            LIMIT %(cap)s::bigint
-        )
-    ) AS m
-    -- Without an open breaker nothing is read.
-    WHERE EXISTS (SELECT FROM pgoutbox.breaker_view)
+        SELECT
+            named.queue,
+            'infinity'::timestamptz AS until_at,
+            greatest(20, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
+        FROM named
+        -- Without an open breaker nothing is read.
+        WHERE named.number > 0 AND EXISTS (SELECT FROM pgoutbox.breaker_view)
+    ) AS l
+    CROSS JOIN LATERAL (
+        \ir ../doctor/_pending.sql
+    ) AS one
 )
 SELECT
     b.key,
@@ -46,7 +39,7 @@ SELECT
     b.worker,
     b.last_error,
     (SELECT count(*) FROM waiting AS w WHERE w.breaker_key = b.key) AS waiting_count,
-    (SELECT count(*) >= %(cap)s::bigint FROM waiting AS w) AS is_sample
+    (SELECT bool_or(w.is_capped) FROM waiting AS w) IS TRUE AS is_sample
 FROM pgoutbox.breaker_view AS b
 ORDER BY b.opened_at DESC, b.key
 LIMIT %(limit)s::bigint
