@@ -57,7 +57,7 @@ OWN_FIELDS: Final = {
     ),
     "raw_email": ("data", "to", "envelope_sender"),
     "webhook": ("url", "body", "headers", "media_type", "method", "request", "secret_name", "secrets", "signed"),
-    "event": ("type", "source", "subject", "data", "content_type", "extensions", "headers", "key"),
+    "event": ("type", "source", "subject", "data", "content_type", "extensions", "headers", "key", "mode"),
     "notification": ("title", "body", "kind", "format"),
 }  # fmt: skip
 OWN_FIELD: Final = (

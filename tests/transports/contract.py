@@ -6,6 +6,7 @@ The file of a broker has a subclass named `TestContract`, the fixture `broker`, 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -58,7 +59,13 @@ class Arrived:
     id: str
     content_type: str
     headers: dict[str, str]
-    envelope: dict[str, Any]
+    body: bytes
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        envelope = json.loads(self.body)
+        assert isinstance(envelope, dict)
+        return envelope
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,12 @@ class BrokerContract(ABC):
     """The error of a refused password contains it."""
     copies: ClassVar[Collection[int]] = (2,)
     """How often a repeated event may be stored."""
+    id_headers: ClassVar[Collection[str]] = ()
+    """Headers of every event that have its id, besides the one that `Arrived.id` is read from."""
+    prefix: ClassVar[str]
+    """The prefix of an attribute's header in binary mode."""
+    spelled: ClassVar[dict[str, str]] = {}
+    """Headers in binary mode that are not the attributes as they are."""
     invalid: ClassVar[dict[str, str]]
     """Destinations that no broker can have, each with a part of its error."""
     unusable: ClassVar[Sequence[tuple[dict[str, object], str]]]
@@ -114,10 +127,42 @@ class BrokerContract(ABC):
             (arrived,) = await target.arrived(1)
         assert arrived.id == message.idempotency_key
         assert arrived.content_type == "application/cloudevents+json; charset=UTF-8"
-        assert arrived.headers == {"traceparent": "00-1"}
+        assert arrived.headers == {"traceparent": "00-1"} | dict.fromkeys(self.id_headers, arrived.id)
         envelope = arrived.envelope
         assert (envelope["id"], envelope["type"], envelope["subject"]) == (arrived.id, "welcome", "orders/7")
         assert envelope["data"] == {"order_id": 7}
+
+    async def test_in_binary_mode_the_body_is_the_data_and_the_attributes_are_headers(
+        self, broker: Broker, opened: Opened
+    ) -> None:
+        event = CloudEvent(
+            {"order_id": 7, "name": "Jürgen"},
+            subject="50% ü",
+            key="7",
+            extensions={"urgent": True, "weight": 3},
+            headers={"traceparent": "00-1"},
+            mode="binary",
+        )
+        async with self.target(broker) as target:
+            message = outgoing(destination=target.destination)
+            assert await opened(**self.settings(broker.port)).send(message, event) == Sent()
+            (arrived,) = await target.arrived(1)
+        assert arrived.id == message.idempotency_key
+        assert arrived.content_type == "application/json"
+        assert arrived.body == '{"order_id":7,"name":"Jürgen"}'.encode()
+        attributes = {
+            "specversion": "1.0",
+            "id": message.idempotency_key,
+            "source": "https://club.example.org",
+            "type": "welcome",
+            "time": "2026-03-01T12:00:00Z",
+            "subject": "50% ü",
+            "partitionkey": "7",
+            "urgent": "true",
+            "weight": "3",
+        }
+        headers = {f"{self.prefix}{name}": value for name, value in attributes.items()}
+        assert arrived.headers == {"traceparent": "00-1"} | headers | self.spelled
 
     async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(
         self, broker: Broker, opened: Opened

@@ -75,6 +75,30 @@ def test_bytes_travel_as_base64_and_a_model_as_json(settings: Settings) -> None:
     assert envelope_of(CloudEvent(Order(order_id=7)), settings)["data"] == {"order_id": 7}
 
 
+@pytest.mark.parametrize(
+    ("event", "content_type", "body"),
+    [
+        (CloudEvent({"b": 1, "a": "ü"}, mode="binary"), "application/json", '{"b":1,"a":"ü"}'.encode()),
+        (CloudEvent(Order(order_id=7), mode="binary"), "application/json", b'{"order_id":7}'),
+        (CloudEvent(None, mode="binary"), "application/json", b"null"),
+        (CloudEvent("Hi", mode="binary"), "application/json", b'"Hi"'),
+        (CloudEvent("7", content_type="application/vnd.club+json", mode="binary"), "application/vnd.club+json", b'"7"'),
+        (CloudEvent("<a/>", content_type="text/xml", mode="binary"), "text/xml", b"<a/>"),
+        (CloudEvent(b"\x00\xff", mode="binary"), "application/octet-stream", b"\x00\xff"),
+    ],
+)
+def test_in_binary_mode_the_body_is_the_data_alone(
+    event: CloudEvent, content_type: str, body: bytes, settings: Settings
+) -> None:
+    rendered = render(event, outgoing(), settings)
+    assert (rendered.content_type, rendered.content) == (content_type, body)
+    assert rendered.headers_with("ce_").keys() == {"ce_specversion", "ce_id", "ce_source", "ce_type", "ce_time"}
+
+
+def test_in_structured_mode_no_attribute_is_a_header(settings: Settings) -> None:
+    assert render(CloudEvent(1, headers={"a": "b"}), outgoing(), settings).headers_with("ce_") == {"a": "b"}
+
+
 ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 
@@ -96,6 +120,14 @@ ENDLESS.append(ENDLESS)
         ({"data": ENDLESS}, "event.data: is not JSON"),
         ({"extensions": {"Tenant": "a"}}, "event.extensions['Tenant']: its name must be"),
         ({"extensions": {"id": "a"}}, "event.extensions['id']: is an attribute that pgoutbox sets itself"),
+        ({"extensions": {f"e{n}": "" for n in range(65)}}, "event.extensions: 65 are more than 64"),
+        ({"data": {1, 2}, "mode": "binary"}, "event.data: is not JSON"),
+        (
+            {"data": "\ud800", "content_type": "text/plain", "mode": "binary"},
+            "event.data: contains the character U+D800",
+        ),
+        ({"mode": "batch"}, "event.mode: must be structured or binary, not 'batch'"),
+        ({"headers": {"data": "a"}}, "event.headers['data']: is reserved"),
         ({"extensions": {"a": 2**31}}, "event.extensions['a']: does not fit into 32 bits"),
         ({"extensions": {"a": None}}, "event.extensions['a']: must be text, not NoneType"),
         ({"headers": {"a b": "c"}}, "event.headers['a b']: is not the name of a header"),

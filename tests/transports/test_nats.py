@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import ssl
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
@@ -125,6 +124,11 @@ def tls_broker(broker: Broker) -> Iterator[TlsBroker]:
 class TestContract(TlsContract):
     scheme = "nats"
     refusal = "connect: nats: 'Authorization Violation'"
+    prefix = "ce-"
+    spelled: ClassVar[dict[str, str]] = {
+        "ce-subject": "50%25%20%C3%BC",
+        "ce-datacontenttype": "application/json",
+    }
     copies = (1,)  # NATS recognises the repetition by its id.
     plain_text_error = "the server does not offer TLS, and plain text is refused"
     invalid: ClassVar[dict[str, str]] = {
@@ -177,7 +181,7 @@ class TestContract(TlsContract):
                 assert message.subject == "orders.placed"
                 headers = dict(message.headers or {})
                 known = headers.pop("Nats-Msg-Id"), headers.pop("Content-Type")
-                found.append(Arrived(*known, headers, json.loads(message.data or b"")))
+                found.append(Arrived(*known, headers, message.data or b""))
             return found
 
         return Target("nats:orders.placed", arrived)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote
 
@@ -121,6 +120,7 @@ async def open_transport() -> AsyncIterator[Open]:
 
 class TestContract(TlsContract):
     scheme = "rabbitmq"
+    prefix = "cloudEvents:"
     seconds = 10
     lost_seconds = 2
     plain_text_error = "TLS: "
@@ -152,7 +152,7 @@ class TestContract(TlsContract):
                     properties = message.header.properties
                     headers = {name: str(value) for name, value in (properties.headers or {}).items()}
                     known = properties.message_id or "", properties.content_type or ""
-                    found.append(Arrived(*known, headers, json.loads(message.body)))
+                    found.append(Arrived(*known, headers, message.body))
                 return found
 
             yield Target("rabbitmq:orders/order.placed", arrived)

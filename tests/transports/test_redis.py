@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import quote
 
@@ -87,6 +86,7 @@ async def open_transport() -> AsyncIterator[Open]:
 class TestContract(TlsContract):
     scheme = "redis"
     refusal = "connect: invalid username-password pair"
+    prefix = "ce-"
     plain_text_seconds = 0.5
     invalid: ClassVar[dict[str, str]] = {"redis://elsewhere/orders": "names a server; its address belongs into"}
     unusable: ClassVar[Sequence[tuple[dict[str, object], str]]] = [
@@ -112,7 +112,7 @@ class TestContract(TlsContract):
                 Arrived(
                     entry.pop(b"id").decode(),
                     entry.pop(b"content-type").decode(),
-                    envelope=json.loads(entry.pop(b"event")),
+                    body=entry.pop(b"data"),
                     headers={name.decode(): value.decode() for name, value in entry.items()},
                 )
                 for entry in entries(broker)

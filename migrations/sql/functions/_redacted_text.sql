@@ -9,7 +9,7 @@ STRICT
 PARALLEL SAFE
 AS $function$
 DECLARE
-    field constant pg_catalog.text := coalesce(pg_catalog."substring"(value, $form$\A(?:destination|email\.(?:subject|to|text|html|sender|cc|bcc|reply_to|headers|attachments|envelope_sender|kind)|raw_email\.(?:data|to|envelope_sender)|webhook\.(?:url|body|headers|media_type|method|request|secret_name|secrets|signed)|event\.(?:type|source|subject|data|content_type|extensions|headers|key)|notification\.(?:title|body|kind|format))(?:\[[^\[\]\r\n]{0,100}\](?:\.[a-z_]{1,20})?)?: $form$), '');
+    field constant pg_catalog.text := coalesce(pg_catalog."substring"(value, $form$\A(?:destination|email\.(?:subject|to|text|html|sender|cc|bcc|reply_to|headers|attachments|envelope_sender|kind)|raw_email\.(?:data|to|envelope_sender)|webhook\.(?:url|body|headers|media_type|method|request|secret_name|secrets|signed)|event\.(?:type|source|subject|data|content_type|extensions|headers|key|mode)|notification\.(?:title|body|kind|format))(?:\[[^\[\]\r\n]{0,100}\](?:\.[a-z_]{1,20})?)?: $form$), '');
     squeezed pg_catalog.text;
 BEGIN
     value := pg_catalog.substr(value, pg_catalog.length(field) OPERATOR(pg_catalog.+) 1);

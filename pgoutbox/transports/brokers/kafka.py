@@ -17,7 +17,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
-from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.brokers.events import RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
 try:
@@ -53,9 +53,9 @@ class KafkaTransport(BrokerTransport[str]):
     One instance serves one event loop.
 
     The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
-    The headers `ce_id` and `content-type` are added to the event's own. The producer starts with the first send, and
-    reconnects by itself. A cancelled send, or one after its time limit, may still have been produced.
-    `options` are further settings of librdkafka.
+    The headers `ce_id` and `content-type` are added to the event's own, and in binary mode the attributes, with the
+    prefix `ce_`. The producer starts with the first send, and reconnects by itself. A cancelled send, or one after its
+    time limit, may still have been produced. `options` are further settings of librdkafka.
 
     | Kafka | outcome |
     |---|---|
@@ -110,7 +110,7 @@ class KafkaTransport(BrokerTransport[str]):
         return topic
 
     async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
-        headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
+        headers = {**event.headers_with("ce_"), "ce_id": event.id, "content-type": event.content_type}
         try:
             if self._link is None:
                 self._link = _Link(self._configuration, target)

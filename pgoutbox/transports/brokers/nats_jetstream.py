@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+import string
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
+from urllib.parse import ParseResult, SplitResult, quote, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
-from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.brokers.events import RenderedEvent, parse_name
 from pgoutbox.transports.tls import client_context
 
 try:
@@ -41,6 +42,8 @@ _SCHEMES: Final = frozenset({"nats", "tls"})
 _MESSAGE_ERRORS: Final = frozenset({10054, 10097})
 # Only the text of nats-py's error identifies refused credentials.
 _AUTHORIZATION: Final = re.compile(r"authori[sz]ation|authentication", re.IGNORECASE)
+# The printable characters of ASCII that the CloudEvents binding does not percent-encode.
+_UNENCODED: Final = string.punctuation.replace('"', "").replace("%", "")
 _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
@@ -49,8 +52,9 @@ class NatsTransport(BrokerTransport[str]):
     event loop.
 
     All sends share one connection. The first send opens it, and it is replaced when it broke. The headers `Nats-Msg-Id`
-    and `Content-Type` are added to the event's own. With `tls:` in one of the URLs, or a `tls_context`, nothing is sent
-    in plain text, and the certificate and its host name are verified.
+    and `Content-Type` are added to the event's own, and in binary mode the attributes, with the prefix `ce-` and
+    percent-encoded. With `tls:` in one of the URLs, or a `tls_context`, nothing is sent in plain text, and the
+    certificate and its host name are verified.
 
     | NATS | outcome |
     |---|---|
@@ -139,7 +143,7 @@ class NatsTransport(BrokerTransport[str]):
         return connection
 
     async def _publish_on(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
-        headers = {**event.headers, "Nats-Msg-Id": event.id, "Content-Type": CONTENT_TYPE}
+        headers = {**_headers(event), "Nats-Msg-Id": event.id, "Content-Type": event.content_type}
         size, limit = _size(headers, event.content), connection.client.max_payload
         if size > limit:  # The server would end the connection, and with it other sends in progress.
             return Permanent(f"event.data: {size} bytes with their headers are more than the server's {limit}")
@@ -281,6 +285,14 @@ def _parse_servers(urls: str) -> list[SplitResult]:
     return [
         server if server.port is not None else server._replace(netloc=f"{server.netloc}:4222") for server in servers
     ]
+
+
+def _headers(event: RenderedEvent) -> Mapping[str, str]:
+    if not event.attributes:
+        return event.headers
+    # The binding of NATS is the only one that repeats the content type, and encodes the values.
+    attributes = {**event.attributes, "datacontenttype": event.content_type}
+    return {**event.headers, **{f"ce-{name}": quote(value, safe=_UNENCODED) for name, value in attributes.items()}}
 
 
 def _size(headers: Mapping[str, str], content: bytes) -> int:

@@ -18,7 +18,7 @@ from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Tra
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
-from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, check_name, parse_name
+from pgoutbox.transports.brokers.events import RenderedEvent, check_name, parse_name
 from pgoutbox.transports.tls import client_context
 
 try:
@@ -69,9 +69,10 @@ class RabbitMQTransport(BrokerTransport[_Address]):
 
     One instance serves one event loop. The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue
     `invoices`, through the default exchange. An event is persistent and has the properties `message_id` and
-    `content_type`, and the event's own headers. All sends share one connection, with a channel for each exchange,
-    because a refusal by RabbitMQ ends the channel. The next send reopens a broken connection or channel. With `amqps:`
-    nothing is sent in plain text, and the certificate and its host name are verified.
+    `content_type`, and the event's own headers. In binary mode the attributes are headers with the prefix
+    `cloudEvents:`. All sends share one connection, with a channel for each exchange, because a refusal by RabbitMQ ends
+    the channel. The next send reopens a broken connection or channel. With `amqps:` nothing is sent in plain text, and
+    the certificate and its host name are verified.
 
     | RabbitMQ | outcome |
     |---|---|
@@ -196,9 +197,10 @@ class RabbitMQTransport(BrokerTransport[_Address]):
         """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
         properties = Basic.Properties(
             message_id=event.id,
-            content_type=CONTENT_TYPE,
+            content_type=event.content_type,
             delivery_mode=_PERSISTENT,
-            headers=dict(event.headers),
+            # The names of AMQP 1.0: its consumers get them from RabbitMQ as they are. AMQP 0.9.1 has no binding.
+            headers={**event.headers_with("cloudEvents:")},
         )
         await pass_gate()
         try:

@@ -14,7 +14,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, SendFailure, Sent, Unavailable
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport
-from pgoutbox.transports.brokers.events import CONTENT_TYPE, RenderedEvent, parse_name
+from pgoutbox.transports.brokers.events import RenderedEvent, parse_name
 from pgoutbox.transports.tls import IS_IT_TLS, client_context
 
 try:
@@ -50,10 +50,10 @@ class RedisTransport(BrokerTransport[str]):
 
     One instance serves one event loop.
 
-    An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. The first entry
-    creates the stream. Streams are never trimmed. At most `connection_count` connections are open at once. They are
-    opened when they are needed, and replaced when they broke. With `rediss:` nothing is sent in plain text, and the
-    certificate and its host name are verified.
+    An entry has the fields `id`, `content-type` and `data`, and one for each of the event's headers. In binary mode it
+    also has the attributes, with the prefix `ce-`. The first entry creates the stream. Streams are never trimmed. At
+    most `connection_count` connections are open at once. They are opened when they are needed, and replaced when they
+    broke. With `rediss:` nothing is sent in plain text, and the certificate and its host name are verified.
 
     | Redis | outcome |
     |---|---|
@@ -118,8 +118,8 @@ class RedisTransport(BrokerTransport[str]):
         await self._pool.disconnect()
 
     async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
-        fields: list[str | bytes] = ["id", event.id, "content-type", CONTENT_TYPE, "event", event.content]
-        for name, value in event.headers.items():
+        fields: list[str | bytes] = ["id", event.id, "content-type", event.content_type, "data", event.content]
+        for name, value in event.headers_with("ce-").items():
             fields += [name, value]
         try:
             async with asyncio.timeout(self._seconds):
