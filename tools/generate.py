@@ -405,7 +405,7 @@ SCHEMA.
 | 23505, constraint `dedupe_payload` | a message with another payload has the dedupe key |
 | 55000 | the sequence of ids is behind the messages; the error has the command that fixes it |
 
-`enqueue_many` and `enqueue_fanout` also name the element, counted from 0: `messages[4711].topic`.
+`enqueue_many`, `enqueue_fanout` and `import_messages` also name the element, counted from 0: `messages[4711].topic`.
 """
 
 

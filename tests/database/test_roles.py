@@ -1153,7 +1153,7 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 NOT_ATTACKED: Final = {
     "_count_attempts", "_record_breaker_act", "_wake_held_queues", "_record_queue_act", "_record_retention_act",
     "destination_digest",
-    "export", "mentions",
+    "export", "import_messages", "mentions",
 }  # fmt: skip
 CALLED: Final = {match[1]: (role, call) for role, call in CALLS if (match := re.search(r"pgoutbox\.(\w+)\(", call))}
 

@@ -1,6 +1,7 @@
 -- The drafts of an array of JSON objects, whose names are those of the type draft. A number is a time in seconds, and a
--- time has its zone, so that no setting of the session changes what a text means.
-CREATE FUNCTION pgoutbox._drafts(messages jsonb, place text)
+-- time has its zone, so that no setting of the session changes what a text means. The fields of a further type are
+-- checked too, and left to the caller.
+CREATE FUNCTION pgoutbox._drafts(messages jsonb, place text, further_type regclass DEFAULT NULL)
 RETURNS pgoutbox.draft[]
 LANGUAGE plpgsql
 AS $function$
@@ -31,7 +32,7 @@ BEGIN
         FROM jsonb_array_elements(messages) WITH ORDINALITY AS m(message, ordinality)
         CROSS JOIN jsonb_each(m.message) AS f(name, value)
         LEFT JOIN pg_attribute AS a
-            ON a.attrelid = 'pgoutbox.draft'::regclass AND a.attname = f.name AND a.attnum > 0
+            ON a.attrelid IN ('pgoutbox.draft'::regclass, further_type) AND a.attname = f.name AND a.attnum > 0
         UNION ALL
         SELECT m.ordinality - 1, 'payload: must be given (the JSON value null is accepted)'
         FROM jsonb_array_elements(messages) WITH ORDINALITY AS m(message, ordinality)
