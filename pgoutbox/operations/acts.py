@@ -387,3 +387,11 @@ DID: Final[Mapping[ActResult, str]] = {
     **{act.done: act.did for act in ACTS.values()},
     ActResult.REQUESTED: "asked to stop; its handler is notified, and it is not retried",
 }
+
+
+def act_named(name: str) -> Act:
+    """Return the act of this name. Raises `ArgumentError` if there is none."""
+    found = next((act for act in ACTS.values() if act.name == name), None)
+    if found is None:
+        raise ArgumentError("action", f"must be one of {', '.join(ACTS)}, not {name!r}")
+    return found

@@ -47,6 +47,7 @@ from pgoutbox.operations.acts import (
     ActName,
     Correction,
     MessageResult,
+    act_named,
 )
 from pgoutbox.operations.records import (
     AuditRow,
@@ -380,7 +381,7 @@ class Operator:
 
         Raises `StateError` for states that the act cannot change.
         """
-        kind = ACTS[action]
+        kind = act_named(action)
         kind.require_states(states or ())
         allowed = kind.by_id if states is None else states
         (result,) = self._take(kind, {message_id: None}, allowed, kind.checked(changes), _Act())
@@ -414,7 +415,7 @@ class Operator:
 
         Raises `StateError` for states that the action cannot change.
         """
-        kind = ACTS[action]
+        kind = act_named(action)
         asked = kind.checked(changes)
         act = _Act()
         if isinstance(which, MessageFilter):

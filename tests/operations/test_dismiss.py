@@ -62,7 +62,7 @@ def test_a_reason_is_necessary(rolled_back: psycopg.Connection, reason: str | No
         Operator(rolled_back).dismiss(1, reason)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("reason", ["", "x" * 1_001, None])
+@pytest.mark.parametrize("reason", ["", " \t\n", "x" * 1_001, None])
 def test_the_function_needs_a_reason(rolled_back: psycopg.Connection, reason: str | None) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="reason: must have 1 to 1000 characters"):
         rolled_back.execute("SELECT pgoutbox.dismiss('{1}', %s)", [reason])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 import pytest
 import sqlalchemy
 
-from pgoutbox import Operator, Outbox, SchemaError, State, StateError
+from pgoutbox import ArgumentError, Operator, Outbox, SchemaError, State, StateError
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError
 from pgoutbox.operations import ActResult, MessageFilter, MessageResult, Rate
 from pgoutbox.settings import load_settings
@@ -361,3 +361,11 @@ def test_the_content_of_a_fan_out_is_shown_to_whoever_may_read_it(db: psycopg.Co
     with login(dsn, "pgoutbox_operator") as its_dsn, psycopg.connect(its_dsn) as connection:
         hidden, _ = Operator(connection).show_message(message_id, whole=True)
         assert (hidden.content, hidden.content_id) == (None, whole.content_id)
+
+
+def test_an_act_that_does_not_exist_is_named_with_those_that_do(db: psycopg.Connection) -> None:
+    wrong: Any = "retry"
+    with pytest.raises(ArgumentError, match=r"action: must be one of redrive, .*cancel, not 'retry'"):
+        Operator(db).act_on(wrong, put(db))
+    with pytest.raises(ArgumentError, match=r"action: must be one of redrive, .*cancel, not 'retry'"):
+        Operator(db).act_on_all(wrong, MessageFilter())

@@ -122,7 +122,7 @@ def test_the_wait_begins_at_the_act_and_not_at_its_transaction(db: psycopg.Conne
     assert row == (True,)
 
 
-@pytest.mark.parametrize("reason", ["", "x" * 1_001, None])
+@pytest.mark.parametrize("reason", ["", " \t\n", "x" * 1_001, None])
 def test_the_function_needs_a_reason(rolled_back: psycopg.Connection, reason: str | None) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="reason: must have 1 to 1000 characters"):
         rolled_back.execute("SELECT pgoutbox.snooze('{1}', '1 h', %s)", [reason])

@@ -1,11 +1,11 @@
--- Refuse an act without a reason.
+-- Refuse an act without a reason; spaces are none.
 CREATE FUNCTION pgoutbox._require_reason(in_function text, reason text)
 RETURNS void
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
-    IF coalesce(length(reason), 0) NOT BETWEEN 1 AND 1000 THEN
+    IF (reason ~ '\S' AND length(reason) <= 1000) IS NOT TRUE THEN
         PERFORM pgoutbox._raise_argument_error('reason: must have 1 to 1000 characters', in_function => in_function);
     END IF;
 END
