@@ -191,7 +191,8 @@ def test_axe_finds_no_problem_in_light_or_dark_mode_on_wide_or_narrow_screens(sh
     page.goto("/login")
     found = list(found_in_every_way(page))
     page = shop.visit()
-    for path in (*screenshots.PAGES.values(), *REFUSALS):
+    further = "/topics", "/topics?topic=webhook.order", "/messages?destination=https://shop3.example.org/hook"
+    for path in (*screenshots.PAGES.values(), *further, *REFUSALS):
         page.goto(path)
         found += found_in_every_way(page)
     assert found == []
@@ -341,6 +342,8 @@ def test_axe_finds_no_problem_on_the_pages_of_topics(site_with_topics: Site) -> 
     found: list[str] = []
     for path in (
         "/topics",
+        "/topics?topic=search.index",
+        "/topics?topic=mail.unheard.of",
         "/enqueue",
         "/enqueue?topic=search.index",
         "/messages?topic=mail.unheard.of",
@@ -466,7 +469,8 @@ def test_nothing_is_cut_off_on_a_phone(site_with_topics: Site) -> None:
     site.db.execute("UPDATE pgoutbox.message SET state = 'failed', finished_at = now()")
     put(site.db, ordering_key="o")
     page = site.visit(wide=False, zone="Asia/Tokyo")
-    paths = ("/messages", f"/messages/{failed}", "/audit", "/topics", f"/bulk?do=dismiss&ids={failed}")
+    topic = "/topics?topic=mail.unheard.of"
+    paths = ("/messages", f"/messages/{failed}", "/audit", "/topics", topic, f"/bulk?do=dismiss&ids={failed}")
     for path in (*paths, "/enqueue?topic=mail.loose"):
         page.goto(path)
         assert page.evaluate(CUT_OFF) == [], path
@@ -826,7 +830,7 @@ def test_no_hostile_row_attacks_its_viewer_on_any_linked_page(site: Site) -> Non
                 known.add(shape_of(link))
                 waiting.append(link)
     assert len(loaded) > 5
-    for path in ("/", "/messages", "/failed", "/queues", "/workers", "/breakers", "/audit", "/bulk"):
+    for path in ("/", "/messages", "/failed", "/queues", "/topics", "/workers", "/breakers", "/audit", "/bulk"):
         assert MARK in loaded[path], f"no attack stands on {path}"
 
 
