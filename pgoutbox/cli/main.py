@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
-from pgoutbox.database.server import missing_object
+from pgoutbox.database.server import is_tls_refusal, missing_object
 from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError, NotReadyError, PgOutboxError
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SECRET_VARIABLES
@@ -27,6 +27,9 @@ _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
     "with special characters of the password percent-encoded"
 )
+
+_CHECK_SERVER: Final = "check PGOUTBOX_DSN and that the server is running"
+_CHECK_TLS: Final = "check sslmode and the certificate files in PGOUTBOX_DSN, and the certificate of the server"
 
 # The next step for server errors with a usual cause.
 _NEXT_STEPS: Final = {
@@ -107,7 +110,7 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
     if error.diag.message_primary is None and isinstance(error, psycopg.DataError):
         return f"Python cannot read a value of the database: {one_line(str(error))}; correct it by SQL", FAILED
     if error.diag.message_primary is None:
-        return f"{one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
+        return f"{one_line(str(error))}; {_CHECK_TLS if is_tls_refusal(str(error)) else _CHECK_SERVER}", FAILED
     if error.sqlstate in _MISSING and (lacking := missing_object(error.diag.message_primary)):
         return str(lacking), FAILED
     step = _grant(error.diag.message_primary) if error.sqlstate == "42501" else _NEXT_STEPS.get(error.sqlstate or "")

@@ -7,6 +7,12 @@ from typing import Final, NamedTuple
 
 from pgoutbox.errors import ConfigurationError, NotReadyError, SchemaError
 
+# Texts of libpq, which has no SQLSTATE for them. They are in English, because Python does not set LC_MESSAGES. The
+# directory of a socket may contain any word. A pooler that goes down during the handshake has not refused TLS.
+_TLS_REFUSAL: Final = re.compile(
+    r"failed: (?!connection to )"
+    r"(?:.*(?:certificate|private key file)|server does not support SSL|SSL error: (?!unexpected eof))"
+)
 MINIMUM_SERVER_VERSION: Final = 150_000
 REQUIRED_SCHEMA_VERSION: Final = 1
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
@@ -42,6 +48,12 @@ def judge_schema(version: int) -> None:
         raise SchemaError(
             f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
         )
+
+
+def is_tls_refusal(message: str) -> bool:
+    """Whether libpq's message says that a connection has no TLS by its settings: a missing file, a certificate that is
+    refused, or a server without TLS."""
+    return _TLS_REFUSAL.search(message) is not None
 
 
 def missing_object(message: str) -> SchemaError | None:

@@ -22,8 +22,10 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import connections, sql
 from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Pipeline, Step
-from pgoutbox.errors import SchemaError
+from pgoutbox.database.server import is_tls_refusal
+from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.settings import Settings
+from pgoutbox.text import one_line
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 _POOLER_TRIALS: Final = 3
@@ -360,10 +362,11 @@ def is_lost_key(error: BaseException) -> bool:
 async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
     """Whether a first connection failed because the server is down, starting or full, and not for a permanent reason.
 
-    A copy also counts: it may be adopted.
+    A copy also counts: it may be adopted. Raises `ConfigurationError` if libpq refuses the value of an option.
 
-    The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
-    the text shows that it is full: in another language than English it counts as a permanent refusal.
+    The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting, but
+    answers the same for a refusal of TLS. Only the text shows that it is full: in another language than English it
+    counts as a permanent refusal.
     """
     if not is_transient_error(error):
         return False
@@ -373,9 +376,15 @@ async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Set
         return True
     if _says_full(error):
         return True
-    conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
-    if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
-        return True
+    if is_tls_refusal(str(error)):
+        return False
+    conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds)).encode()
+    match await asyncio.to_thread(pq.PGconn.ping, conninfo):
+        case pq.Ping.NO_ATTEMPT:
+            variable = "PGOUTBOX_DSN" if dsn == settings.require_dsn() else "PGOUTBOX_LISTEN_DSN"
+            raise ConfigurationError(f"{variable}: {_refused_option(conninfo)}") from error
+        case pq.Ping.REJECT | pq.Ping.NO_RESPONSE:
+            return True
     # It is up now, but may have been down at the first refusal: connect again.
     try:
         connection, _ = await connect(dsn, settings, purpose="start")
@@ -383,6 +392,15 @@ async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Set
         return _says_full(again)
     await connection.close()
     return True
+
+
+def _refused_option(conninfo: bytes) -> str:
+    """Return libpq's reason, which it gives before it looks for the host."""
+    refused = pq.PGconn.connect_start(conninfo)
+    try:
+        return one_line(refused.get_error_message())
+    finally:
+        refused.finish()
 
 
 def _says_full(error: psycopg.OperationalError) -> bool:

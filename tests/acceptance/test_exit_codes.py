@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from configparser import RawConfigParser
 from dataclasses import dataclass, field
@@ -17,12 +18,16 @@ import pytest
 import trustme
 
 from pgoutbox import migrate
+from tests.support.pooler import pooled
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from tests.conftest import Server
 
 pytestmark = pytest.mark.slow
 
@@ -63,20 +68,32 @@ def start(empty_dsn: str, tmp_path: Path) -> Iterator[Start]:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The material of a fault: an empty database, a directory with modules, and a TCP socket that does not listen."""
+    """The material of a fault: an empty database, a directory with modules, and a TCP socket that does not listen.
+
+    `server` has the database. `rest` ends after the second worker.
+    """
 
     dsn: str
     directory: Path
     tcp: socket.socket
+    server: Server
+    rest: contextlib.ExitStack
+
+    def pooler(
+        self, *, port: int, certificate: trustme.LeafCert | None = None
+    ) -> contextlib.AbstractContextManager[str]:
+        """Run a pooler before the database, with TLS if it has a certificate."""
+        return pooled(self.dsn, self.server, mode="session", size=10, port=port, certificate=certificate)
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What a worker is started with, and the begin of its error."""
+    """What a worker is started with, the begin of its error, and the next step in it."""
 
     reason: str
     app: str = "app:outbox"
     settings: dict[str, str] = field(default_factory=dict)
+    step: str = ""
 
 
 @contextlib.contextmanager
@@ -129,19 +146,75 @@ def port_in_use(scene: Scene) -> Iterator[Broken]:
     scene.tcp.close()
 
 
+def without_tls(dsn: str, file: Path, reason: str) -> Broken:
+    """A worker that verifies the server by the authority in the file, and its error."""
+    _, _, port = dsn.rpartition("port=")
+    place = f'connection failed: connection to server at "127.0.0.1", port {port} failed: '
+    return Broken(
+        place + reason,
+        settings={"dsn": f"{dsn}&sslmode=verify-full&sslrootcert={file}"},
+        step="; check sslmode and the certificate files in PGOUTBOX_DSN",
+    )
+
+
+@contextlib.contextmanager
+def no_root_certificate(scene: Scene) -> Iterator[Broken]:
+    migrate.upgrade(scene.dsn)
+    authority, file = trustme.CA(), scene.directory / "root.pem"
+    dsn = scene.rest.enter_context(scene.pooler(port=free_port(), certificate=authority.issue_cert("127.0.0.1")))
+    yield without_tls(dsn, file, f'root certificate file "{file}" does not exist')
+    authority.cert_pem.write_to_path(str(file))
+
+
+@contextlib.contextmanager
+def a_certificate_of_another_authority(scene: Scene) -> Iterator[Broken]:
+    migrate.upgrade(scene.dsn)
+    authority, file = trustme.CA(), scene.directory / "root.pem"
+    trustme.CA().cert_pem.write_to_path(str(file))
+    dsn = scene.rest.enter_context(scene.pooler(port=free_port(), certificate=authority.issue_cert("127.0.0.1")))
+    yield without_tls(dsn, file, "SSL error: certificate verify failed")
+    authority.cert_pem.write_to_path(str(file))
+
+
+@contextlib.contextmanager
+def a_server_without_tls(scene: Scene) -> Iterator[Broken]:
+    migrate.upgrade(scene.dsn)
+    authority, file, port = trustme.CA(), scene.directory / "root.pem", free_port()
+    authority.cert_pem.write_to_path(str(file))
+    with scene.pooler(port=port) as dsn:
+        yield without_tls(dsn, file, "server does not support SSL, but SSL was required")
+    scene.rest.enter_context(scene.pooler(port=port, certificate=authority.issue_cert("127.0.0.1")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", [no_schema, no_module, connection_refused_at_import, no_ca_file, no_templates, port_in_use]
+    "fault",
+    [
+        no_schema,
+        no_module,
+        connection_refused_at_import,
+        no_ca_file,
+        no_templates,
+        port_in_use,
+        no_root_certificate,
+        a_certificate_of_another_authority,
+        a_server_without_tls,
+    ],
 )
 def test_a_worker_exits_with_1_for_a_fault_that_may_pass_and_starts_after_it(
-    start: Start, empty_dsn: str, tmp_path: Path, fault: Callable[[Scene], AbstractContextManager[Broken]]
+    start: Start,
+    server: Server,
+    empty_dsn: str,
+    tmp_path: Path,
+    fault: Callable[[Scene], AbstractContextManager[Broken]],
 ) -> None:
-    with socket.socket() as tcp:
+    with socket.socket() as tcp, contextlib.ExitStack() as rest:
         tcp.bind(("127.0.0.1", 0))
-        with fault(Scene(empty_dsn, tmp_path, tcp)) as broken:
+        with fault(Scene(empty_dsn, tmp_path, tcp, server, rest)) as broken:
             refused = start(broken.app, **broken.settings)
             assert refused.wait() == 1, refused.log
             assert f"error: {broken.reason}" in refused.log
+            assert broken.step in refused.log
         started = start(broken.app, **broken.settings)
         wait_until(lambda: "worker_started" in started.events() or started.has_ended, lambda: started.log)
         assert started.stop() == 0, started.log
@@ -152,6 +225,8 @@ def test_a_worker_exits_with_1_for_a_fault_that_may_pass_and_starts_after_it(
     [
         ("app:outbox", {"lease_seconds": "abc"}),
         ("app:outbox", {"metrics_address": "127.0.0.1:91810"}),
+        ("app:outbox", {"dsn": "postgresql://nowhere.invalid/club?sslmode=verify"}),
+        ("app:outbox", {"dsn": "postgresql://127.0.0.1:1/club?sslmode=require&sslrootcert=system"}),
         ("app:absent", {}),
         ("misdefined:outbox", {}),
     ],
@@ -162,7 +237,7 @@ def test_a_worker_exits_with_2_for_a_fault_that_stays(
     (tmp_path / "misdefined.py").write_text(APP.replace("greet", "No Topic", 1))
     refused = start(app, **settings)
     assert refused.wait() == 2, refused.log
-    assert refused.log.startswith("error: ")
+    assert re.search("^error: ", refused.log, re.MULTILINE), refused.log
 
 
 def test_the_unit_file_restarts_a_worker_after_every_exit_code_but_2() -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import secrets
+import socket
 import threading
 import time
 from collections import Counter
@@ -775,6 +776,48 @@ async def test_a_worker_treats_a_refusal_of_a_server_that_has_started_since_as_t
         own_server.connect()
     own_server.start()
     assert await is_unreachable(refused.value, own_server.dsn, settings_for(own_server.dsn))
+
+
+async def test_a_worker_waits_for_a_pooler_that_goes_down_during_the_handshake_of_tls() -> None:
+    def answer_the_question_for_tls(client: socket.socket) -> None:
+        client.recv(8)
+        client.sendall(b"S")
+        client.recv(65_536)  # All of it: unread bytes would reset the connection.
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        dsn = f"host=127.0.0.1 port={listening.getsockname()[1]} dbname=club sslmode=require"
+        refusal = await refusal_of(dsn, listening, answer_the_question_for_tls)
+    assert "SSL error: unexpected eof" in str(refusal)
+    assert await is_unreachable(refusal, dsn, settings_for(dsn))
+
+
+async def test_a_worker_waits_for_a_server_that_goes_down_whatever_its_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "certificate"
+    directory.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(directory / ".s.PGSQL.5432"))
+        listening.listen()
+        dsn = f"host={directory} port=5432 dbname=club"
+        refusal = await refusal_of(dsn, listening, lambda client: None)
+    assert "certificate" in str(refusal)
+    assert await is_unreachable(refusal, dsn, settings_for(dsn))
+
+
+async def refusal_of(
+    dsn: str, listening: socket.socket, answer: Callable[[socket.socket], None]
+) -> psycopg.OperationalError:
+    """Return the error of a connection that is closed after this answer."""
+
+    def serve() -> None:
+        client, _ = listening.accept()
+        with client:
+            answer(client)
+
+    serving = asyncio.create_task(asyncio.to_thread(serve))
+    with pytest.raises(psycopg.OperationalError) as refused:
+        await psycopg.AsyncConnection.connect(dsn)
+    await serving
+    return refused.value
 
 
 @pytest.mark.parametrize("mode", ["--once", "--drain"])
