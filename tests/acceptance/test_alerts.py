@@ -35,6 +35,8 @@ pytestmark = pytest.mark.slow
 
 RULES: Final = Path(__file__).parents[2] / "examples" / "deploy" / "alerts.yaml"
 WATCHDOG: Final = {"PgoutboxWatchdog": "none"}
+KEPT_MINUTES: Final = 10
+"""`keep_firing_for` of the alerts whose gauges end with the workers."""
 
 
 @pytest.fixture
@@ -166,7 +168,7 @@ async def test_a_failure_is_told_even_if_its_worker_died_before_the_next_scrape(
         await scrapes.take(worker, minutes=2)
         scrapes.assert_firing({"PgoutboxMessagesFailed": "ticket"} | WATCHDOG)
         db.execute("UPDATE pgoutbox.message_failed SET finished_at = now() - interval '61 min'")
-        await scrapes.take(worker, minutes=1)
+        await scrapes.take(worker, minutes=KEPT_MINUTES + 1)
     scrapes.assert_firing(WATCHDOG)
 
 
@@ -442,9 +444,11 @@ async def test_a_worker_that_holds_everything_in_a_copy_is_a_page(
 # --- workers and the database -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("job", ["pgoutbox", "kubernetes-pods"])
 async def test_one_of_two_workers_that_is_gone_is_a_ticket(
-    outbox: Outbox, worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+    outbox: Outbox, worker: Worker, db: psycopg.Connection, scrapes: Scrapes, job: str
 ) -> None:
+    scrapes.job = job
     other = Worker(outbox)
     async with running(worker):
         async with running(other):
@@ -462,6 +466,31 @@ async def test_all_workers_that_are_gone_are_a_page(worker: Worker, db: psycopg.
         await scrapes.take(worker, minutes=5)
     await scrapes.take(None, minutes=7)
     scrapes.assert_firing({"PgoutboxNoWorker": "page", "PgoutboxWorkerDown": "ticket"} | WATCHDOG)
+
+
+async def test_no_alert_about_messages_is_resolved_before_the_page_about_their_dead_workers(
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    age(db, enqueue(db, queue="bulk"), "available_at", "2 h")
+    put(db, State.FAILED)
+    open_breakers(db, "smtp:mail.example.org:587")
+    about_messages = {
+        "PgoutboxDueMessagesWait": "page",
+        "PgoutboxMessagesFailed": "ticket",
+        "PgoutboxTransportDown": "page",
+    }
+    about_workers = {"PgoutboxNoWorker": "page", "PgoutboxWorkerDown": "ticket"}
+    async with running(worker):
+        await started(worker)
+        await scrapes.take(worker, minutes=12)
+    scrapes.assert_firing(about_messages | WATCHDOG)
+    for _ in range(5):
+        await scrapes.take(None, minutes=1)
+        scrapes.assert_firing(about_messages | WATCHDOG)
+    await scrapes.take(None, minutes=1)
+    scrapes.assert_firing(about_messages | about_workers | WATCHDOG)
+    await scrapes.take(None, minutes=KEPT_MINUTES)
+    scrapes.assert_firing(about_workers | WATCHDOG)
 
 
 async def test_a_database_that_is_down_is_one_page(
@@ -528,6 +557,6 @@ async def test_maintenance_that_fails_is_a_ticket_until_a_turn_succeeds(
         scrapes.assert_firing({"PgoutboxMaintenanceFails": "ticket"} | WATCHDOG)
         db.execute("ALTER FUNCTION pgoutbox.elsewhere RENAME TO make_partition")
         assert await maintenance.turn()
-        await scrapes.take(worker, minutes=1)
+        await scrapes.take(worker, minutes=KEPT_MINUTES + 1)
     await store.close()
     scrapes.assert_firing(WATCHDOG)

@@ -23,6 +23,7 @@ from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Ki
 from pgoutbox.settings import VARIABLES, Settings, load_settings
 from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
+from tests.support.prometheus import promtool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[2]
 DEPLOY: Final = ROOT / "examples" / "deploy"
+ALERTMANAGER: Final = DEPLOY / "alertmanager.yaml"
 GRACE_SECONDS: Final = Settings.model_fields["shutdown_grace_seconds"].default
 CLOSING_SECONDS: Final = 15
 
@@ -47,7 +49,9 @@ _TOKEN: Final = re.compile(
     )\s*""",
     re.VERBOSE,
 )
-_FUNCTIONS: Final = frozenset({"rate", "increase", "histogram_quantile", "absent", "vector", "label_values"})
+_FUNCTIONS: Final = frozenset(
+    {"rate", "increase", "histogram_quantile", "absent", "vector", "label_values", "max_over_time"}
+)
 _AGGREGATIONS: Final = frozenset({"sum", "max", "min", "count", "avg"})
 _GROUPINGS: Final = frozenset({"by", "without", "on", "ignoring"})
 _OPERATORS: Final = frozenset({"and", "or", "unless"})
@@ -181,8 +185,7 @@ def test_each_alert_uses_exported_metrics_and_gives_an_instruction(rule: dict[st
     assert problems_of(rule["expr"]) == []
     assert rule["labels"]["severity"] in ("page", "ticket", "none")
     assert rule["annotations"].keys() == {"summary", "description"}
-    if "for" in rule:
-        assert re.fullmatch(r"\d+[smh]", rule["for"])
+    assert all(re.fullmatch(r"\d+[smh]", rule[name]) for name in ("for", "keep_firing_for") if name in rule)
     kept = {label for group in re.findall(r"\bby \(([^)]*)\)", rule["expr"]) for label in re.findall(r"\w+", group)}
     told = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
     assert told <= kept
@@ -194,9 +197,63 @@ def test_the_commands_that_an_alert_names_exist() -> None:
     assert set(named) <= set(commands)
 
 
-def test_the_alert_rules_that_prometheus_loads_exist() -> None:
+def test_a_page_outlasts_the_workers_until_the_page_about_their_death() -> None:
+    """The gauges of the other pages end with the workers."""
+    pages = {rule["alert"]: rule for rule in alerts() if rule["labels"]["severity"] == "page"}
+    no_worker = pages.pop("PgoutboxNoWorker")
+    for rule in pages.values():
+        assert int(rule["keep_firing_for"].removesuffix("m")) > int(no_worker["for"].removesuffix("m")), rule["alert"]
+
+
+# --- Prometheus and Alertmanager --------------------------------------------------------------------------------------
+
+
+def test_prometheus_accepts_its_configuration_with_the_rules_and_sends_alerts() -> None:
+    promtool("check", "config", DEPLOY / "prometheus.yaml")
     config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     assert all((DEPLOY / name).exists() for name in config["rule_files"])
+    (alertmanager,) = config["alerting"]["alertmanagers"]
+    assert [target for group in alertmanager["static_configs"] for target in group["targets"]] == ["127.0.0.1:9093"]
+
+
+def test_each_route_of_alertmanager_has_a_receiver_with_one_address() -> None:
+    config = yaml.safe_load(ALERTMANAGER.read_text())
+    root = config["route"]
+    assert {tuple(route["matchers"]): route["receiver"] for route in root["routes"]} == {
+        ('alertname="PgoutboxWatchdog"',): "dead-mans-switch",
+        ('severity="page"',): "pager",
+    }
+    addresses = {
+        receiver.pop("name"): [one.get("url", one.get("to")) for kind in receiver.values() for one in kind]
+        for receiver in config["receivers"]
+    }
+    assert addresses.keys() == {root["receiver"], *(route["receiver"] for route in root["routes"])}
+    assert all("example.org" in address for (address,) in addresses.values())
+
+
+def test_the_watchdog_is_repeated_each_minute_and_never_resolved() -> None:
+    config = yaml.safe_load(ALERTMANAGER.read_text())
+    (route,) = [route for route in config["route"]["routes"] if route["receiver"] == "dead-mans-switch"]
+    assert (route["group_wait"], route["group_interval"], route["repeat_interval"]) == ("0s", "1m", "50s")
+    (switch,) = [receiver for receiver in config["receivers"] if receiver["name"] == "dead-mans-switch"]
+    assert [webhook["send_resolved"] for webhook in switch["webhook_configs"]] == [False]
+
+
+def amtool(*arguments: str | Path) -> str:
+    if shutil.which("amtool") is None:
+        server_missing("amtool is not installed (Debian: prometheus-alertmanager)")
+    done = subprocess.run(["amtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+def test_alertmanager_accepts_its_configuration_and_routes_each_alert_by_its_severity() -> None:
+    amtool("check-config", ALERTMANAGER)
+    receivers = {"page": "pager", "ticket": "tickets", "none": "dead-mans-switch"}
+    for rule in alerts():
+        severity = rule["labels"]["severity"]
+        labels = (f"alertname={rule['alert']}", f"severity={severity}")
+        assert amtool("config", "routes", "test", f"--config.file={ALERTMANAGER}", *labels) == receivers[severity]
 
 
 def panels() -> Iterator[dict[str, Any]]:

@@ -41,18 +41,19 @@ def port_of(worker: Worker) -> int:
 
 
 class Scrapes:
-    """Scrapes of workers. Every target has the same number of minutes."""
+    """Scrapes of workers by one `job`. Every target has the same number of minutes."""
 
     def __init__(self, directory: Path, rules: Path) -> None:
         self._directory = directory
         self._rules = rules
+        self.job = "pgoutbox"
         self.minutes = 0
         self._series: dict[str, dict[int, float]] = defaultdict(dict)
 
     async def take(self, *workers: Worker | None, minutes: int) -> None:
         """Scrape these workers, and repeat the result for this many minutes. None is a target that does not answer."""
         for number, worker in enumerate(workers):
-            target = {"job": "pgoutbox", "instance": f"127.0.0.1:{9101 + number}"}
+            target = {"job": self.job, "instance": f"127.0.0.1:{9101 + number}"}
             values = {series("up", target): float(worker is not None)}
             if worker is not None:
                 for sample in await fresh_samples(worker):
