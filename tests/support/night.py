@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox.database import sql
-
 if TYPE_CHECKING:
     import psycopg
 
@@ -17,6 +15,9 @@ SERVED: Final = ["default", "mail", "reports", "bookings", "sms"]
 HANDLED: Final = ["mail.digest", "report.daily", "booking.confirm", "sms.code", "order.paid"]
 BREAKER: Final = "smtp:mx.example.org:25"
 
+_WORKER: Final = """
+INSERT INTO pgoutbox.worker (name, queues, topics, version, slots) VALUES ('worker-1', %s, %s, '0.1', 50)
+"""
 _BREAKER: Final = """
 INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)
 VALUES (
@@ -69,8 +70,7 @@ CROSS JOIN LATERAL (SELECT now() - interval '1 h' + n * interval '1 ms') AS t(at
 
 def fill(connection: psycopg.Connection, backlog: int) -> int:
     """Store the night with about so many e-mails, in proportion to them the others. Return the failed booking."""
-    report = {"worker": "worker-1", "queues": SERVED, "topics": HANDLED, "redirect_to": None, "version": "0.1"}
-    connection.execute(sql.REPORT_WORKER, {**report, "slots": 50, "watched": [], "late_seconds": 3600})
+    connection.execute(_WORKER, [SERVED, HANDLED])
     connection.execute(_DONE, [backlog // 25])
     connection.execute(_FAILED)
     ((halting,),) = connection.execute(_HALTING).fetchall()

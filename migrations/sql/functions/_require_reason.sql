@@ -5,7 +5,7 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
-    IF (reason ~ '\S' AND length(reason) <= 1000) IS NOT TRUE THEN
+    IF (reason ~ '[^[:space:]]' AND length(reason) <= 1000) IS NOT TRUE THEN
         PERFORM pgoutbox._raise_argument_error('reason: must have 1 to 1000 characters', in_function => in_function);
     END IF;
 END
