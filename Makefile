@@ -28,12 +28,12 @@ test-all: $(STAMP) ## Run all tests, as CI does
 	$(PYTEST)
 
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage-data/coverage
-coverage: $(STAMP) ## Run all tests and show the coverage of each package
+coverage: $(STAMP) ## Run all tests and show the coverage of each module
 	rm -rf .coverage-data
 	mkdir .coverage-data
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST); code=$$?; \
 	$(BIN)/python -m coverage combine --quiet && \
-	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
+	$(BIN)/python -m coverage report; exit $$code
 
 # The type checkers are the slowest checks and use one core each.
 CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-commits check-tests
