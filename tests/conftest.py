@@ -210,12 +210,9 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Run one Chromium for the tests of a module. In other modules its event loop would disturb async tests."""
-    from tools import screenshots
+    from tests.support.browsers import open_browser
 
-    executable = screenshots.chromium()
-    if executable is None:
-        server_missing("chromium is not installed")
-    with screenshots.open_browser(executable) as opened:
+    with open_browser() as opened:
         yield opened
 
 

@@ -16,15 +16,17 @@ import pytest
 from playwright.sync_api import expect
 
 import pgoutbox
-from tests.support.missing import server_missing
+from tests.support.browsers import COLOR_SCHEMES, open_browser
 from tests.support.pages import ROOT
-from tools import screenshots, site
+from tools import site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from playwright.sync_api import Browser, Page, Route
+
+    from tests.support.browsers import ColorScheme
 
 SEEN: Final = ("index.html", "reference/settings.html")
 LOADED: Final = re.compile(
@@ -40,12 +42,9 @@ def test_the_site_is_complete_and_works_on_a_desk_and_on_a_phone_without_other_h
     (built / "versions.json").write_text('[{"version": "0.0.9", "title": "0.0.9", "aliases": ["latest"]}]')
     site.publish(tmp_path / "html", built)
     _expect_every_page_as_html_and_as_markdown(built / pgoutbox.__version__)
-    executable = screenshots.chromium()
-    if executable is None:
-        server_missing("chromium is not installed")
-    with screenshots.open_browser(executable) as browser:
+    with open_browser() as browser:
         for width in (1440, 390):
-            for scheme in screenshots.COLOR_SCHEMES:
+            for scheme in COLOR_SCHEMES:
                 with _opened(built, browser, width, scheme) as (page, address):
                     _expect_pages_that_fit(page, address, "default" if scheme == "light" else "slate")
         with _opened(built, browser, 1440, "light") as (page, address):
@@ -88,7 +87,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def _opened(built: Path, browser: Browser, width: int, scheme: screenshots.ColorScheme) -> Iterator[tuple[Page, str]]:
+def _opened(built: Path, browser: Browser, width: int, scheme: ColorScheme) -> Iterator[tuple[Page, str]]:
     """Serve the site, and give a page of a browser. Fail on errors, warnings, and requests to other hosts."""
     complaints: list[str] = []
 

@@ -21,10 +21,11 @@ from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from tests.support import topics_app
+from tests.support.browsers import COLOR_SCHEMES, SIZES
 from tests.support.messages import CLAIM_ALL, put
+from tests.support.shop import PAGES, fill
 from tests.support.waiting import wait_until
 from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, HostServers, web_settings
-from tools import screenshots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ class Site:
         self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True, zone: str | None = None
     ) -> Page:
         """Open a page in a new browser context, signed in if there is a token."""
-        width, height = screenshots.SIZES["wide" if wide else "phone"]
+        width, height = SIZES["wide" if wide else "phone"]
         context = self.browser.new_context(
             base_url=self.url,
             java_script_enabled=scripts,
@@ -145,7 +146,7 @@ def shop_dsn(server: Server, template_of_today: Callable[[], str]) -> Iterator[s
     with server.database(template=template_of_today()) as database:
         dsn = server.dsn_for(database)
         with psycopg.connect(dsn) as connection:
-            screenshots.fill(connection)
+            fill(connection)
         yield dsn
 
 
@@ -176,9 +177,9 @@ def violations(page: Page, *rules: str) -> list[str]:
 def found_in_every_way(page: Page) -> Iterator[str]:
     """Return axe's findings in light and dark mode, on wide and narrow screens. In dark mode only the colours are
     checked."""
-    for size, (width, height) in screenshots.SIZES.items():
+    for size, (width, height) in SIZES.items():
         page.set_viewport_size({"width": width, "height": height})
-        for scheme in screenshots.COLOR_SCHEMES:
+        for scheme in COLOR_SCHEMES:
             page.emulate_media(color_scheme=scheme)
             for found in violations(page, *(["color-contrast"] if scheme == "dark" else [])):
                 yield f"{scheme} {size}: {found}"
@@ -192,7 +193,7 @@ def test_axe_finds_no_problem_in_light_or_dark_mode_on_wide_or_narrow_screens(sh
     found = list(found_in_every_way(page))
     page = shop.visit()
     further = "/topics", "/topics?topic=webhook.order", "/messages?destination=https://shop3.example.org/hook"
-    for path in (*screenshots.PAGES.values(), *further, *REFUSALS):
+    for path in (*PAGES.values(), *further, *REFUSALS):
         page.goto(path)
         found += found_in_every_way(page)
     assert found == []
@@ -480,7 +481,7 @@ def test_nothing_is_cut_off_on_a_phone(site_with_topics: Site) -> None:
 def test_the_states_are_folded_on_a_phone_only(site: Site) -> None:
     page = site.visit()
     states = page.get_by_role("navigation", name="States")
-    for size, (width, height) in screenshots.SIZES.items():
+    for size, (width, height) in SIZES.items():
         page.set_viewport_size({"width": width, "height": height})
         page.goto("/messages?state=failed")
         expect(states).to_be_visible(visible=size == "wide")
@@ -614,7 +615,7 @@ def test_each_act_is_reachable_on_a_phone_without_scripts(site: Site) -> None:
         box = page.get_by_role("link" if menu == "Failed" else "button", name=button, exact=True).bounding_box()
         assert box is not None
         assert box["x"] >= 0
-        assert box["x"] + box["width"] <= screenshots.SIZES["phone"][0], f"{button} is cut off"
+        assert box["x"] + box["width"] <= SIZES["phone"][0], f"{button} is cut off"
     page.get_by_role("link", name="Dismiss… this group of mail", exact=True).click()
     expect(page.get_by_role("heading", name="Dismiss messages")).to_be_visible()
 

@@ -7,40 +7,13 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pytest
 
-from tools.screenshots import TOLD_ID, fill
+from tests.support.shop import TOLD_ID, fill
 
 if TYPE_CHECKING:
     from tests.support.django_project import Project
 
 pytestmark = pytest.mark.slow
 
-CONTRIB: Final = "django.contrib."
-APPS: Final = [CONTRIB + name for name in ("admin", "auth", "contenttypes", "messages", "sessions")]
-MIDDLEWARE: Final = [
-    "django.contrib.sessions.middleware.SessionMiddleware",
-    "django.middleware.csrf.CsrfViewMiddleware",
-    "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "django.contrib.messages.middleware.MessageMiddleware",
-]
-TEMPLATES: Final = [
-    {
-        "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "APP_DIRS": True,
-        "OPTIONS": {
-            "context_processors": [
-                "django.template.context_processors.request",
-                "django.contrib.auth.context_processors.auth",
-                "django.contrib.messages.context_processors.messages",
-            ]
-        },
-    }
-]
-URLS: Final = """
-from django.contrib import admin
-from django.urls import path
-
-urlpatterns = [path("admin/", admin.site.urls)]
-"""
 HANDLERS: Final = """
 from pgoutbox import Topic
 from pgoutbox.contrib.django import outbox
@@ -89,17 +62,9 @@ def count(path=""):
 
 
 async def staff(project: Project, **settings: object) -> None:
-    """Give a project the admin, and the messages of the screenshots."""
-    (project.directory / "club" / "urls.py").write_text(URLS)
+    """Give a project the admin, and the messages of the shop."""
     (project.directory / "members" / "outbox.py").write_text(HANDLERS)
-    project.set(
-        INSTALLED_APPS=[*APPS, "pgoutbox.contrib.django", "members"],
-        MIDDLEWARE=MIDDLEWARE,
-        TEMPLATES=TEMPLATES,
-        ALLOWED_HOSTS=["testserver"],
-        STATIC_URL="/static/",
-        **settings,
-    )
+    project.add_admin(ALLOWED_HOSTS=["testserver"], **settings)
     await project.run(MIGRATE)
     with psycopg.connect(project.dsn) as connection:
         fill(connection)

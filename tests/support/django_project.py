@@ -70,6 +70,29 @@ urlpatterns = [
 ]
 """
 
+ADMIN_URLS: Final = """
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]
+"""
+ADMIN_SETTINGS: Final = """
+INSTALLED_APPS += [f"django.contrib.{name}" for name in ("admin", "messages", "sessions", "staticfiles")]
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+TEMPLATES[0]["OPTIONS"] = {
+    "context_processors": [
+        "django.template.context_processors.request",
+        "django.contrib.auth.context_processors.auth",
+        "django.contrib.messages.context_processors.messages",
+    ]
+}
+STATIC_URL = "/static/"
+"""
 
 # The start of a program that sends e-mails: one whose transaction rolls back.
 ROLLED_BACK: Final = """
@@ -122,6 +145,13 @@ class Project:
         """Append these settings."""
         with (self.directory / self.settings).open("a") as file:
             file.writelines(f"{name} = {value!r}\n" for name, value in settings.items())
+
+    def add_admin(self, **settings: object) -> None:
+        """Serve Django's admin at `/admin/`, with these further settings."""
+        (self.directory / "club" / "urls.py").write_text(ADMIN_URLS)
+        with (self.directory / self.settings).open("a") as file:
+            file.write(ADMIN_SETTINGS)
+        self.set(**settings)
 
     def send_by(self, port: int = 25, *, deliver_with: str | None = None, **settings: object) -> None:
         """Send e-mail through the outbox, to this port or with this backend."""
