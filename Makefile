@@ -36,9 +36,9 @@ coverage: $(STAMP) ## Run all tests and show the coverage of each module
 	$(BIN)/python -m coverage report; exit $$code
 
 # The type checkers are the slowest checks and use one core each.
-CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-commits check-tests
+CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-links check-commits check-tests
 .PHONY: $(CHECKS)
-check: $(STAMP) ## Check format, lint, types, layers, plain English, pages, commit subjects, and that tests can be collected
+check: $(STAMP) ## Check format, lint, types, layers, plain English, pages, links, commit subjects, and that tests can be collected
 	@$(MAKE) --no-print-directory --jobs 2 $(CHECKS)
 
 check-format:
@@ -55,6 +55,8 @@ check-english:
 	$(BIN)/python -m tools.plain_english
 check-pages:
 	$(BIN)/python -m tools.pages
+check-links:
+	$(BIN)/rumdl check --quiet .
 # The newest 50 commits. An unpacked archive has none, and a shallow clone one, without a range: error 3.
 check-commits:
 	@! git rev-parse --quiet --verify HEAD >/dev/null 2>&1 || $(BIN)/cz --no-raise 3 check --message-length-limit 72 \

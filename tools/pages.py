@@ -1,7 +1,7 @@
 """Check the pages against each other and against the names of the tests.
 
-`python -m tools.pages` prints each fault of the repository, and returns 1 if there are any. Whether the pages match the
-code is tested in tests/acceptance/test_docs.py.
+`python -m tools.pages` prints each fault of the repository, and returns 1 if there are any. Rumdl checks the links, and
+tests/acceptance/test_docs.py whether the pages match the code.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT: Final = Path(__file__).parents[1]
-
-# The README is also the page of the package, where relative links lead nowhere.
-_SITE: Final = "https://pgoutbox.github.io/pgoutbox/latest/"
-_REPOSITORY: Final = "https://github.com/pgoutbox/pgoutbox/blob/main/"
-_RAW: Final = "https://raw.githubusercontent.com/pgoutbox/pgoutbox/main/"
 
 _FENCE: Final = re.compile(r"^```\w*\n.*?^```$", re.MULTILINE | re.DOTALL)
 _FOREIGN: Final = re.compile(
@@ -47,30 +42,6 @@ def pages_of(root: Path) -> list[Path]:
 def written_pages_of(root: Path) -> list[Path]:
     """Return the pages that are not generated."""
     return [page for page in pages_of(root) if page.parent != root / "docs/reference"]
-
-
-def broken_links(root: Path) -> Iterator[str]:
-    """Yield each link to a file or heading that does not exist."""
-    for page in pages_of(root):
-        for link in re.findall(r"\]\(([^)\s]+)\)", _prose_of(page)):
-            path, _, anchor = link.partition("#")
-            if (target := _target_of(path, page, root)) is None:
-                continue
-            if not target.exists() or (anchor and anchor not in _anchors_of(target)):
-                yield f"{page.relative_to(root)}: broken link {link}"
-
-
-def _target_of(path: str, page: Path, root: Path) -> Path | None:
-    """Return the file that a link means; None for a page of somebody else."""
-    for prefix, folder in ((_REPOSITORY, root), (_RAW, root), (_SITE, root / "docs")):
-        if path.startswith(prefix):
-            name = path.removeprefix(prefix)
-            return folder / (
-                name.replace("contents.html", "README.html").replace(".html", ".md") if prefix is _SITE else name
-            )
-    if path.startswith(("https://", "http://")):
-        return None
-    return (page.parent / path).resolve() if path else page
 
 
 def unlisted_pages(root: Path) -> Iterator[str]:
@@ -175,7 +146,6 @@ def wrong_features(root: Path) -> Iterator[str]:
 
 
 CHECKS: Final[tuple[Callable[[Path], Iterator[str]], ...]] = (
-    broken_links,
     unlisted_pages,
     misplaced_pages,
     foreign_terms,
@@ -188,12 +158,6 @@ CHECKS: Final[tuple[Callable[[Path], Iterator[str]], ...]] = (
 
 def _prose_of(page: Path) -> str:
     return _FENCE.sub("", page.read_text())
-
-
-def _anchors_of(page: Path) -> set[str]:
-    """Return the anchors that GitHub generates for the headings."""
-    headings = re.findall(r"^#+ (.+)$", _prose_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @cache

@@ -33,7 +33,7 @@ _START: Final = (
 )
 
 _FENCE: Final = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
-_COMMENT: Final = re.compile(r"^<!--.*?-->\n+", re.MULTILINE | re.DOTALL)  # How a test runs the block below it.
+_COMMENT: Final = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)  # For tests and for Cog.
 _TARGET: Final = re.compile(r"(?<=\]\()[^)#\s]+")
 _CODE: Final = re.compile(r"`[^`\n]+`")
 _SAVED: Final = re.compile(r"^Save (?:.+\n)+", re.MULTILINE)  # The paragraph that tells a reader which files to save.
@@ -66,15 +66,17 @@ def groups_of(root: Path) -> dict[str, list[str]]:
     return {title: list(_flat(items)) for group in navigation for title, items in group.items()}
 
 
-def site_text(text: str, file: Path, repository: str) -> str:
+def site_text(text: str, file: Path, repository: str, address: str) -> str:
     """Return the text of a page with links that work on the site, without comments."""
 
-    # The README is also the page of the package on PyPI, so its picture has an absolute address.
+    # The README is also the page of the package on PyPI, so its picture and its links have absolute addresses.
     raw = repository.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
 
     def moved(link: re.Match[str]) -> str:
         if link[0].startswith(raw):
             target = Path(link[0].removeprefix(raw))
+        elif link[0].startswith(address):
+            return str(Path(link[0].removeprefix(address)).with_suffix(".md"))
         elif "://" in link[0]:
             return link[0]
         else:
@@ -136,7 +138,8 @@ def build(root: Path, target: Path) -> None:
     shutil.copytree(root / "docs", target / "pages", ignore=unwanted)
     sources = pages_of(root).items()
     texts = {
-        page: site_text(with_files((root / file).read_text(), root), file, urls["Repository"]) for page, file in sources
+        page: site_text(with_files((root / file).read_text(), root), file, urls["Repository"], urls["Documentation"])
+        for page, file in sources
     }
     # In the code of a table, GitHub needs a backslash before a pipe, and Zensical would show it.
     _write(target / "pages", {p: _CODE.sub(lambda code: code[0].replace(r"\|", "|"), t) for p, t in texts.items()})

@@ -14,6 +14,7 @@ from tools import site
     [
         ("README.md", "docs/how-to/email.md#render", "how-to/email.md#render"),
         ("README.md", "docs/README.md", "contents.md"),
+        ("README.md", "https://site.test/how-to/email.html#render", "how-to/email.md#render"),
         ("README.md", "CONTRIBUTING.md", "https://code.test/blob/main/CONTRIBUTING.md"),
         ("docs/README.md", "tutorial.md", "tutorial.md"),
         ("docs/agents.md", "../README.md#quick-start", "index.md#quick-start"),
@@ -25,13 +26,19 @@ from tools import site
     ],
 )
 def test_links_work_on_the_site(file: str, link: str, expected: str) -> None:
-    assert site.site_text(f"See [a\npage]({link}).", Path(file), "https://code.test") == f"See [a\npage]({expected})."
+    assert (
+        site.site_text(f"See [a\npage]({link}).", Path(file), "https://code.test", "https://site.test/")
+        == f"See [a\npage]({expected})."
+    )
 
 
 def test_blocks_are_left_alone_and_comments_are_removed() -> None:
     block = "```html\n<!-- kept -->\n[x](../../y.py)\n```"
     text = f"A\n\n<!-- run: this -->\n{block}\n\n<!-- not\nrun -->\n```sh\nls\n```\n"
-    assert site.site_text(text, Path("docs/how-to/cron.md"), "") == f"A\n\n{block}\n\n```sh\nls\n```\n"
+    assert (
+        site.site_text(text, Path("docs/how-to/cron.md"), "", "https://site.test/")
+        == f"A\n\n{block}\n\n```sh\nls\n```\n"
+    )
 
 
 def test_the_index_has_titles_and_first_sentences() -> None:
