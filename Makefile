@@ -35,10 +35,14 @@ coverage: $(STAMP) ## Run all tests and show the coverage of each module
 	$(BIN)/python -m coverage combine --quiet && \
 	$(BIN)/python -m coverage report; exit $$code
 
+# The function comes first: the database from which the pages are made has it.
+GENERATED := migrations/sql/functions/_redacted_text.sql docs/reference/*.md docs/explanation/core.md
+COG := $(BIN)/cog -P -p 'from tools import reference' --verbosity 1
+
 # The type checkers are the slowest checks and use one core each.
-CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-links check-commits check-tests
+CHECKS := check-format check-lint check-mypy check-pyright check-layers check-english check-pages check-links check-docs check-commits check-tests
 .PHONY: $(CHECKS)
-check: $(STAMP) ## Check format, lint, types, layers, plain English, pages, links, commit subjects, and that tests can be collected
+check: $(STAMP) ## Check format, lint, types, layers, plain English, pages, links, generated parts, commit subjects, and that tests can be collected
 	@$(MAKE) --no-print-directory --jobs 2 $(CHECKS)
 
 check-format:
@@ -57,6 +61,8 @@ check-pages:
 	$(BIN)/python -m tools.pages
 check-links:
 	$(BIN)/rumdl check --quiet .
+check-docs:
+	$(COG) --check --diff --check-fail-msg 'run make docs' $(GENERATED)
 # The newest 50 commits. An unpacked archive has none, and a shallow clone one, without a range: error 3.
 check-commits:
 	@! git rev-parse --quiet --verify HEAD >/dev/null 2>&1 || $(BIN)/cz --no-raise 3 check --message-length-limit 72 \
@@ -78,8 +84,8 @@ soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --failovers $(FAILOVERS) $(if $(SEED),--seed $(SEED))
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/worker/test_state_machine.py
 
-docs: $(STAMP) ## Bring the generated pages of docs up to date
-	$(BIN)/python -m tools.generate
+docs: $(STAMP) ## Bring the generated parts of docs up to date, and the SQL function of redaction
+	$(COG) -r $(GENERATED)
 
 site: $(STAMP) ## Build the documentation site in build/site
 	$(BIN)/python -m tools.site

@@ -5,7 +5,7 @@ A name matches a member whose own name contains it, ignoring case, blanks, hyphe
 name with dots is a path that matches the end of a member's path, without lists: `user.email` matches the `email` of
 each of `users`. When in doubt, a value is hidden.
 
-`text_forms` is the one definition of the secrets in texts: `tools.generate` writes the SQL function of the views from
+`text_forms` is the one definition of the secrets in texts: `tools.reference` writes the SQL function of the views from
 it. So each form means the same to Python and to PostgreSQL. A form uses ASCII classes, no lazy or possessive repetition
 and no back reference, and its alternatives exclude each other: Python takes the first one, PostgreSQL the longest.
 """

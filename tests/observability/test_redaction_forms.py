@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact_text
-from tools import generate
 
 if TYPE_CHECKING:
     import psycopg
@@ -298,10 +297,6 @@ def shown_by_views(connection: psycopg.Connection, texts: list[str]) -> list[str
 def test_the_views_show_the_same_as_python(rolled_back: psycopg.Connection) -> None:
     texts = [*HIDDEN, *READABLE, *PARTLY, "\n".join(HIDDEN[::-1])]
     assert shown_by_views(rolled_back, texts) == [redact_text(text) for text in texts]
-
-
-def test_the_sql_function_is_generated_from_the_forms() -> None:
-    assert generate.REDACTED_TEXT_SQL.read_text() == generate.redacted_text_sql(), "run make docs"
 
 
 @pytest.mark.parametrize("text", HIDDEN)

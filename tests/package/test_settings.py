@@ -22,7 +22,7 @@ from pgoutbox.settings import (
     variable_of,
 )
 from tests.support.settings import settings_with
-from tools.generate import group_of, meanings
+from tools.reference import group_of, meanings
 
 CANARY = "c4n4ry-s3cret"
 SECRET_VARIABLES = (
