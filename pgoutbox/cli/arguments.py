@@ -231,7 +231,7 @@ Until = Annotated[
     typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before this time."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the effect without changes.")]
-Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="Message ids.")]
+Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="ID", help="Message ids.")]
 IdFile = Annotated[
     Path | None,
     typer.Option("--file", metavar="FILE", help="Read the ids from this file, one per line; - means stdin."),
