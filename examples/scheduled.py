@@ -1,4 +1,4 @@
-"""A chat server's e-mail: scheduled, urgent, in bursts, and cancelled when its user is deactivated.
+"""A chat server's e-mail: scheduled, urgent, in bursts, changed by its user, and cancelled when a user is deactivated.
 
     python -m examples.scheduled
     pgoutbox worker --app examples.scheduled:outbox --queue email_senders --once
@@ -17,6 +17,9 @@ E-mail to a wrong address fails, and the rest arrives. A redrive sends it to the
     pgoutbox redrive --all --yes
 
 `pgoutbox pause deferred` stops the digests on all hosts. A host delivers only the queues of its workers.
+
+Users see their reminders and change them. The outbox is their table. With the role of a producer the application needs
+the right to read payloads: `GRANT EXECUTE ON FUNCTION pgoutbox.read_payloads TO ...`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,19 @@ from typing import Any
 import psycopg
 from pydantic import BaseModel
 
-from pgoutbox import Cancelled, Context, Email, Message, NewMessage, Outbox, RetryPolicy, Skip, Topic
+from pgoutbox import (
+    Cancelled,
+    Context,
+    EditResult,
+    Email,
+    Message,
+    NewMessage,
+    Outbox,
+    OwnedMessage,
+    RetryPolicy,
+    Skip,
+    Topic,
+)
 
 
 class ForUser(BaseModel):
@@ -55,6 +70,12 @@ class Digest(ForUser):
     week: int
 
 
+class Reminder(ForUser):
+    """What the user wants to read later."""
+
+    text: str
+
+
 def owner_of(payload: ForUser) -> str:
     """Return the owner of a message, by which the messages of a user are cancelled."""
     return f"user-{payload.user_id}"
@@ -76,6 +97,8 @@ DIGEST = Topic(
     dedupe_key=lambda p: f"{p.user_id}:{p.week}",
     retry=RetryPolicy.steps(60, 300, 900, 3600),
 )
+
+REMINDER = Topic("mail.reminder", payload=Reminder, queue="email_senders", owner=owner_of)
 
 outbox = Outbox()
 
@@ -106,6 +129,12 @@ async def digest(message: Message[Digest], ctx: Context) -> Email:
     """Render the digest."""
     text = f"The news of week {message.payload.week}."
     return Email(to=await address_of(message, ctx), subject="Your digest", text=text)
+
+
+@outbox.handler(REMINDER, transactional=True)
+async def reminder(message: Message[Reminder], ctx: Context) -> Email:
+    """Render the reminder."""
+    return Email(to=await address_of(message, ctx), subject="Your reminder", text=message.payload.text)
 
 
 async def address_of(message: Message[Any], ctx: Context) -> str:
@@ -146,6 +175,22 @@ def enqueue_digests(connection: psycopg.Connection[Any], week: int) -> int:
     return sum(not answer.duplicate for answer in outbox.on(connection).enqueue_many(digests))
 
 
+def remind(connection: psycopg.Connection[Any], user_id: int, text: str, delay: timedelta) -> int:
+    """Schedule a reminder. Return its id."""
+    return outbox.on(connection).enqueue(REMINDER, Reminder(user_id=user_id, text=text), delay=delay).id
+
+
+def reminders(connection: psycopg.Connection[Any], user_id: int) -> list[OwnedMessage]:
+    """Return the reminders of a user that are not sent yet, newest first."""
+    return outbox.on(connection).find(owner=f"user-{user_id}", topics=[REMINDER], payloads=True)
+
+
+def change_reminder(connection: psycopg.Connection[Any], user_id: int, reminder_id: int, text: str) -> EditResult:
+    """Change the text of a reminder, unless it is being sent. Another user's reminder is missing."""
+    owner, payload = f"user-{user_id}", Reminder(user_id=user_id, text=text)
+    return outbox.on(connection).edit(reminder_id, owner=owner, payload=payload)
+
+
 def deactivate(connection: psycopg.Connection[Any], user_id: int) -> list[Cancelled]:
     """Deactivate a user and cancel the e-mail, both or neither. An e-mail that is in flight may still arrive."""
     connection.execute("UPDATE chat_user SET active = false WHERE id = %s", (user_id,))
@@ -173,6 +218,12 @@ def main() -> None:
         for user_id in (2, 3):
             with connection.transaction():
                 print("user", user_id, "misses a message, notified:", notify(connection, user_id, "Are you there?"))
+        with connection.transaction():
+            reminder_id = remind(connection, 2, "Tea at 4", timedelta(hours=3))
+        with connection.transaction():
+            print("user 2 changes a reminder:", change_reminder(connection, 2, reminder_id, "Tea at 5"))
+            print("user 3 changes it, too:", change_reminder(connection, 3, reminder_id, "No tea"))
+            print("user 2 sees:", *(f"{one.payload['text']} ({one.state})" for one in reminders(connection, 2)))
         connection.execute("UPDATE chat_user SET email = 'ada@new.example.org' WHERE id = 1")
         print("user 1 moves to ada@new.example.org")
         with connection.transaction():

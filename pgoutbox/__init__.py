@@ -7,6 +7,7 @@ notice. A test checks that examples and how-to pages import from public modules 
 from typing import TYPE_CHECKING
 
 from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
+from pgoutbox.enqueue.owned import EditResult, OwnedMessage
 from pgoutbox.enqueue.producer import AsyncProducer, Producer
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import (
@@ -81,6 +82,7 @@ __all__ = [
     "Context",
     "DedupeConflictError",
     "Draft",
+    "EditResult",
     "Email",
     "Enqueued",
     "EnqueuedMany",
@@ -96,6 +98,7 @@ __all__ = [
     "Operator",
     "Outbox",
     "Outcome",
+    "OwnedMessage",
     "Permanent",
     "PgOutboxError",
     "Producer",

@@ -34,6 +34,7 @@ class State(enum.StrEnum):
 
 
 FINAL_STATES = frozenset({State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED})
+OWED = (State.PENDING, State.SENDING)
 
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.PENDING: frozenset({State.SENDING, State.SKIPPED, State.CANCELLED}),

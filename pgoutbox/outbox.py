@@ -306,7 +306,7 @@ class Outbox:
     @overload
     def on(self, connection: AsyncConnection) -> AsyncProducer: ...
     def on(self, connection: SyncConnection | AsyncConnection) -> Producer | AsyncProducer:
-        """Return a producer, which writes and cancels messages in the transaction of the caller's connection.
+        """Return a producer, which writes and changes messages in the transaction of the caller's connection.
 
         On a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`, it is
         a `Producer`. On a psycopg `AsyncConnection`, SQLAlchemy's `AsyncConnection` or `AsyncSession` (on psycopg or

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import typer
@@ -157,7 +157,8 @@ def _waits_of(message: ListedMessage) -> str | None:
     other = "" if message.waits_for is None else f" (message {message.waits_for})"
     until = message.waits_until
     # Most wait for their due time, which has a column of its own.
-    end = "" if until is None or until == message.available_at else f" until {until.isoformat(timespec='seconds')}"
+    is_later = until is not None and until - message.available_at >= timedelta(seconds=1)
+    end = f" until {until.isoformat(timespec='seconds')}" if until and is_later else ""
     return f"waits: {message.waits}{other}{end}"
 
 

@@ -182,11 +182,12 @@ def insert(draft: Draft, *, notify: bool, statement: LiteralString = sql.ENQUEUE
 
 
 def _state_of(text: str | bytes | None) -> State | None:
-    return State(_text_of(text)) if text else None
+    return State(text_of(text)) if text else None
 
 
-def _text_of(text: str | bytes) -> str:
-    return text.decode() if isinstance(text, bytes) else text  # From a connection without an encoding.
+def text_of(text: str | bytes) -> str:
+    """Return the text of a row. A connection without an encoding gives bytes."""
+    return text.decode() if isinstance(text, bytes) else text
 
 
 def insert_all(bulk: Bulk, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
@@ -201,10 +202,10 @@ def insert_all(bulk: Bulk, *, notify: bool, require_transaction: bool) -> Steps[
             ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (messages, notify))
         except ItemRefusedError as error:
             raise ArgumentError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
-        for position, id_text in zip(positions, _text_of(id_texts).split(","), strict=True):
+        for position, id_text in zip(positions, text_of(id_texts).split(","), strict=True):
             ids[position] = int(id_text)
         if duplicate_texts is not None:
-            for text in _text_of(duplicate_texts).split(","):
+            for text in text_of(duplicate_texts).split(","):
                 index_text, state_text = text.split(":")
                 duplicates[positions[int(index_text)]] = _state_of(state_text)
     return EnqueuedMany(ids, duplicates)

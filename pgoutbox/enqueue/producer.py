@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, overload
@@ -48,11 +48,12 @@ from pgoutbox.enqueue.generators import (
     targets_of,
     transaction,
 )
+from pgoutbox.enqueue.owned import EditResult, OwnedMessage, edit_of, edit_owned, find_owned, search_of
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Draft, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError
-from pgoutbox.message import P
+from pgoutbox.message import OWED, P, State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import describe, one_line
@@ -76,6 +77,8 @@ ManyT = TypeVar("ManyT")
 CancelT = TypeVar("CancelT")
 CancelledT = TypeVar("CancelledT")
 RescheduleT = TypeVar("RescheduleT")
+FindT = TypeVar("FindT")
+EditT = TypeVar("EditT")
 
 
 class EnqueueOptions(MessageOptions, total=False):
@@ -86,7 +89,7 @@ class EnqueueOptions(MessageOptions, total=False):
     require_transaction: bool
 
 
-class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT]):
+class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, FindT, EditT]):
     """The calls of both kinds of producer. They differ in what a call returns: its result, or a coroutine of it."""
 
     def __init__(self, router: Router, run_steps: Callable[[Steps[Any]], Any]) -> None:
@@ -283,6 +286,61 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT])
         result: RescheduleT = self._run(reschedule_one(target, require_transaction=require_transaction))
         return result
 
+    def find(
+        self,
+        *,
+        owner: str,
+        message_id: int | None = None,
+        topics: Collection[str | Topic[Any]] | None = None,
+        states: Collection[State] = OWED,
+        before_id: int | None = None,
+        limit: int = 100,
+        payloads: bool = False,
+    ) -> FindT:
+        """Return up to `limit` messages of an owner, newest first: at most 1,000.
+
+        Without `states` those that are pending or in flight; with `topics` only messages of these; with `message_id`
+        this message alone. `before_id` is the last id of a page, and gives the next one. Messages for the hooks of
+        failed messages are left out. Destinations and reasons are redacted.
+
+        The role of producers may not read payloads: `payloads=True` raises the driver's error 42501 until the owner of
+        the schema runs `GRANT EXECUTE ON FUNCTION pgoutbox.read_payloads TO ...`. An encrypted payload is decrypted;
+        without its key this raises `ConfigurationError`. Needs no transaction. Raises like `enqueue` otherwise.
+
+            for message in outbox.on(connection).find(owner="account-7", payloads=True):
+                print(message.available_at, message.payload["text"])
+        """
+        search = search_of(owner, message_id, topics, states, before_id, limit)
+        found: FindT = self._run(find_owned(search, self._router, payloads=payloads))
+        return found
+
+    def edit(
+        self,
+        message_id: int,
+        *,
+        owner: str,
+        payload: object = None,
+        destination: str | None = None,
+        available_at: datetime | None = None,
+        delay: Duration | None = None,
+        serializer: Serializer | None = None,
+        require_transaction: bool = True,
+    ) -> EditT:
+        """Change a pending message of an owner, in the transaction of the connection, and return the result.
+
+        None leaves a value as it is. A payload replaces the old one. It is checked, completed and encrypted by the
+        definition of its topic, which must give it the same keys and owner. A message that was never attempted can get
+        one, so only one of its payloads is ever sent. A new destination needs a new payload, and removes the headers. A
+        due time is given as for `enqueue`, and is allowed after attempts, too. The message keeps its id, its expiry and
+        the digest of its dedupe key: the first enqueue, repeated, is still a duplicate. Waits for no lock. Raises like
+        `enqueue`.
+
+            outbox.on(connection).edit(4711, owner="account-7", payload={"text": "See you at 9"}, delay=3600)
+        """
+        edit = edit_of(message_id, owner, payload, destination, available_at, delay)
+        result: EditT = self._run(edit_owned(edit, self._router, serializer, require_transaction=require_transaction))
+        return result
+
     def _enqueue(
         self,
         message: NewMessage[P],
@@ -357,8 +415,19 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT])
         return one_line(redact_text(text, settings.redacted_names))
 
 
-class Producer(Calls[Enqueued, Enqueued | None, EnqueuedMany, CancelResult, list[Cancelled], RescheduleResult]):
-    """Writes and cancels messages on a sync connection."""
+class Producer(
+    Calls[
+        Enqueued,
+        Enqueued | None,
+        EnqueuedMany,
+        CancelResult,
+        list[Cancelled],
+        RescheduleResult,
+        list[OwnedMessage],
+        EditResult,
+    ]
+):
+    """Writes, finds, changes and cancels messages on a sync connection."""
 
 
 _Awaited: TypeAlias = Coroutine[Any, Any, R]
@@ -372,9 +441,14 @@ class AsyncProducer(
         _Awaited[CancelResult],
         _Awaited[list[Cancelled]],
         _Awaited[RescheduleResult],
+        _Awaited[list[OwnedMessage]],
+        _Awaited[EditResult],
     ]
 ):
-    """Writes and cancels messages on an async connection: each call is awaited, and is otherwise that of `Producer`."""
+    """Writes, finds, changes and cancels messages on an async connection.
+
+    Each call is awaited, and is otherwise that of `Producer`.
+    """
 
 
 def producer_on(connection: object, router: Router) -> Producer | AsyncProducer:

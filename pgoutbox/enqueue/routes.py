@@ -50,7 +50,7 @@ class Router:
         retry = definition.retry or (None if handler is None else handler.retry)
         # The default of the database needs no argument.
         max_attempts = None if retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS else retry.max_attempts
-        keyring = self._keyring if definition.encrypted else None
+        keyring = self.keyring if definition.encrypted else None
         return Route(definition, max_attempts, self.source.settings.max_payload_bytes, serializer, keyring)
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
@@ -66,7 +66,8 @@ class Router:
         return topic
 
     @cached_property
-    def _keyring(self) -> Keyring | None:
+    def keyring(self) -> Keyring | None:
+        """The keys of encrypted payloads, None if they are not set."""
         return keyring_of(self.source.settings.encryption_keys)
 
     def prepare_all(

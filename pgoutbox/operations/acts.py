@@ -20,14 +20,13 @@ from pydantic import JsonValue
 from pgoutbox.clock import Duration
 from pgoutbox.enqueue.payloads import to_json
 from pgoutbox.errors import ArgumentError, StateError
-from pgoutbox.message import State
+from pgoutbox.message import OWED, State
 from pgoutbox.options import check_available_at, check_delay, if_given
 from pgoutbox.text import check_storable
 from pgoutbox.topics import OPTIONS
 
 REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
 CORRECTABLE: Final = (State.FAILED, State.PENDING)
-OWED: Final = (State.PENDING, State.SENDING)
 _MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024  # The limit of the schema.
 _MAX_REASON: Final = 1_000
 _LEAST_SNOOZE: Final = timedelta(seconds=1)

@@ -13,8 +13,8 @@ from uuid import UUID
 from pydantic import JsonValue
 
 from pgoutbox.encryption import SEALED, is_sealed
-from pgoutbox.message import State
-from pgoutbox.operations.acts import ACTS, OWED, ActName, MessageResult
+from pgoutbox.message import OWED, State
+from pgoutbox.operations.acts import ACTS, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
 from pgoutbox.transports.redirect import redirected_mail
 

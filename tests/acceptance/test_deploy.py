@@ -192,7 +192,7 @@ def test_each_alert_uses_exported_metrics_and_gives_an_instruction(rule: dict[st
 
 
 def test_the_commands_that_an_alert_names_exist() -> None:
-    commands = re.findall(r"^## pgoutbox (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^#+ `pgoutbox (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
     named = re.findall(r"pgoutbox ([a-z]+)", " ".join(rule["annotations"]["description"] for rule in alerts()))
     assert set(named) <= set(commands)
 

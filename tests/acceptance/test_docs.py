@@ -25,7 +25,7 @@ import pytest
 import typer.main
 
 import pgoutbox
-from pgoutbox import Outbox, Producer, Topic
+from pgoutbox import EditResult, Outbox, Producer, Topic
 from pgoutbox.cli.commands import app
 from pgoutbox.database import sql
 from pgoutbox.enqueue.producer import EnqueueOptions
@@ -496,6 +496,16 @@ def test_the_application_role_of_the_page_enqueues_and_cancels(roles: psycopg.Co
     assert roles.execute("SELECT pgoutbox.cancel(%s)", [first]).fetchone() == ("cancelled",)
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         roles.execute("SELECT FROM pgoutbox.message")
+
+
+def test_the_application_role_of_the_page_shows_and_changes_the_messages_of_an_owner(roles: psycopg.Connection) -> None:
+    (grant,) = [block.text for block in all_blocks("sql") if block.directive == "run as the owner: payloads"]
+    roles.execute(grant.encode())
+    roles.execute("SET LOCAL ROLE club_app")
+    message_id = enqueue(roles, owner="account-7")
+    assert Outbox().on(roles).edit(message_id, owner="account-7", payload={"text": "Tea at 5"}) is EditResult.EDITED
+    (found,) = Outbox().on(roles).find(owner="account-7", payloads=True)
+    assert found.payload == {"text": "Tea at 5"}
 
 
 def test_the_worker_role_of_the_page_claims_and_finishes(roles: psycopg.Connection) -> None:

@@ -32,6 +32,9 @@ PLAYED = [
     "digests: 4",
     "user 2 misses a message, notified: True",
     "user 3 misses a message, notified: True",
+    "user 2 changes a reminder: edited",
+    "user 3 changes it, too: missing",
+    "user 2 sees: Tea at 5 (pending)",
     "user 1 moves to ada@new.example.org",
     "user 3 is deactivated: cancelled cancelled cancelled cancelled",
     "user 3 misses a message, notified: False",
@@ -48,7 +51,7 @@ async def test_each_user_gets_the_mail_of_the_day(shell: Shell, inbox: Inbox, ds
     await shell.deliver("scheduled", "--queue", "deferred")
     assert sorted(mails(inbox)) == sorted([NOTICE, *DIGESTS])
     # Dan's digest failed. Two of the cancelled ones gave their keys to the onboarding after the reactivation.
-    assert states(dsn) == {"pending": 8, "sent": 3, "failed": 1, "cancelled": 4}
+    assert states(dsn) == {"pending": 9, "sent": 3, "failed": 1, "cancelled": 4}
 
 
 async def test_the_onboarding_of_the_next_days_is_sent_now_to_the_present_addresses(
@@ -61,6 +64,13 @@ async def test_the_onboarding_of_the_next_days_is_sent_now_to_the_present_addres
     onboarding = [(email, f"The tips of day {day}.") for email in names for day in (1, 2)]
     assert sorted(mails(inbox)) == sorted([NOTICE, *onboarding])
     assert states(dsn)["failed"] == 2
+
+
+async def test_a_reminder_arrives_with_its_new_text(shell: Shell, inbox: Inbox) -> None:
+    await shell.example("scheduled")
+    await shell.pgoutbox("reschedule", "--topic", "mail.reminder", "--yes")
+    await shell.deliver("scheduled", "--queue", "email_senders")
+    assert sorted(mails(inbox)) == sorted([NOTICE, ("bob@example.org", "Tea at 5")])
 
 
 async def test_a_digest_to_a_wrong_address_arrives_after_a_correction_and_a_redrive(
@@ -107,7 +117,9 @@ async def test_a_message_that_is_refused_for_now_delays_no_other_and_is_not_retr
 
 
 async def test_the_producers_role_plays_the_whole_day(shell: Shell, dsn: str, connect: Connect) -> None:
-    connect(autocommit=True).execute("GRANT CREATE ON SCHEMA public TO PUBLIC")
+    db = connect(autocommit=True)
+    db.execute("GRANT CREATE ON SCHEMA public TO PUBLIC")
+    db.execute("GRANT EXECUTE ON FUNCTION pgoutbox.read_payloads TO pgoutbox_producer")
     with login(dsn, "pgoutbox_producer") as producer:
         shell.environment["PGOUTBOX_DSN"] = producer
         assert await shell.example("scheduled") == PLAYED

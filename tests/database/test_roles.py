@@ -17,6 +17,7 @@ from pgoutbox import (
     Cancelled,
     CancelResult,
     Context,
+    EditResult,
     Message,
     NewMessage,
     Outbox,
@@ -118,8 +119,8 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 }
 
 ENQUEUE_FUNCTIONS: Final = {
-    "cancel", "cancel_all", "cancel_by_key", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
-    "lock_for_enqueue", "reschedule", "_state_of",
+    "cancel", "cancel_all", "cancel_by_key", "edit", "enqueue", "enqueue_fanout", "enqueue_many", "_enqueue_receipt",
+    "find", "lock_for_enqueue", "reschedule", "_state_of",
 }  # fmt: skip
 PRUNE_BY_RULES: Final = {
     "_prune_audit", "_prune_by_rule", "_prune_content", "_prune_dedupe_by_rule", "_prune_keys",
@@ -153,6 +154,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "_permits",
         "_redacted_text",
         "_read_redirect",
+        "read_payloads",
         "_require_completion",
         "_complete",
         "_reset_session",
@@ -650,6 +652,8 @@ def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psyc
         assert outbox.on(producer).cancel(topic="mail", dedupe_key="d") is CancelResult.SKIPPED  # It is superseded.
         assert outbox.on(producer).reschedule(ordered.id, delay=60) is RescheduleResult.RESCHEDULED
         owned = outbox.on(producer).enqueue("mail", {}, owner="account-7")
+        assert outbox.on(producer).edit(owned.id, owner="account-7", payload=1, delay=60) is EditResult.EDITED
+        assert [message.id for message in outbox.on(producer).find(owner="account-7")] == [owned.id]
         assert outbox.on(producer).cancel_all(owner="account-7") == [Cancelled(owned.id, CancelResult.CANCELLED)]
         assert outbox.on(producer).cancel(topic="mail", dedupe_key="unknown") is CancelResult.MISSING
         producer.commit()
@@ -1091,6 +1095,9 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox._state_of(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_all(destination => 'mailto:ada@example.org')"),
     (PRODUCER, "SELECT FROM pgoutbox.reschedule('{1,2,3}', pg_catalog.now())"),
+    (PRODUCER, "SELECT FROM pgoutbox.find('ada')"),
+    (PRODUCER, "SELECT pgoutbox.edit(1, 'ada', '1', 'tel:1', pg_catalog.now(), 'tel:1')"),
+    (WORKER, "SELECT FROM pgoutbox.read_payloads('{1}', 'ada')"),
     (WORKER, "SELECT FROM pgoutbox.failures()"),
     (WORKER, 'SELECT pgoutbox._enqueue_failure(\'{"topic": "mail", "queue": "q", "message_id": 1}\', 3)'),
     (WORKER, "SELECT FROM pgoutbox._kept_until('-infinity', 'infinity')"),

@@ -294,7 +294,7 @@ def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycop
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_ordered_in_flight",
-        "message_live_owner_idx",  # Partial: messages without an owner are not in it.
+        "message_live_owner_id_idx",  # Partial: messages without an owner are not in it.
         "message_live_pkey",
     ]
 

@@ -39,11 +39,13 @@ from pgoutbox import (
     AsyncProducer,
     CancelResult,
     DedupeConflictError,
+    EditResult,
     Enqueued,
     NewMessage,
     Outbox,
     Producer,
     SchemaError,
+    State,
     TransactionError,
 )
 
@@ -371,6 +373,22 @@ def test_enqueues_and_cancels_are_part_of_the_callers_transaction(caller: Caller
     caller.commit()
     states = observer.execute("SELECT id, state FROM pgoutbox.message").fetchall()
     assert dict(states) == {first.id: "pending", second.id: "cancelled"}
+
+
+def test_every_kind_of_connection_finds_and_edits(caller: Caller, observer: psycopg.Connection) -> None:
+    message_id = cast("Enqueued", caller.enqueue("mail", 1, owner="ada")).id
+    caller.commit()
+    edit = caller.run(caller.producer.edit(message_id, owner="ada", payload={"n": 2}, destination="tel:1", delay=60))
+    assert edit is EditResult.EDITED
+    (found,) = caller.run(
+        caller.producer.find(
+            owner="ada", message_id=message_id, topics=["mail"], before_id=message_id + 1, limit=1, payloads=True
+        )
+    )
+    assert (found.payload, found.destination, found.state) == ({"n": 2}, "tel:1", State.PENDING)
+    assert payloads(observer) == [1]
+    caller.rollback()
+    assert [message.destination for message in caller.run(caller.producer.find(owner="ada"))] == [None]
 
 
 def test_every_kind_of_connection_writes_the_same_row(caller: Caller, observer: psycopg.Connection) -> None:

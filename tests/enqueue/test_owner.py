@@ -149,4 +149,4 @@ def test_a_search_by_owner_uses_the_index(rolled_back: psycopg.Connection) -> No
     plan = rolled_back.execute(
         "EXPLAIN SELECT m.id FROM pgoutbox.message_live AS m WHERE m.owner = 'account-7'"
     ).fetchall()
-    assert any("message_live_owner_idx" in line for (line,) in plan)
+    assert any("message_live_owner_id_idx" in line for (line,) in plan)

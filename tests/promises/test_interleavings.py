@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Outcome, Permanent, RetryPolicy, Sent, State, Transient, Worker
+from pgoutbox import (
+    Context,
+    EditResult,
+    Message,
+    Outbox,
+    Outcome,
+    Permanent,
+    RetryPolicy,
+    Sent,
+    State,
+    Transient,
+    Worker,
+)
 from pgoutbox.operations import MessageResult, Operator
 from tests.support.judge import install_judge, violations
 from tests.support.outbox_actions import PATIENCE_SECONDS, begin, enqueue, lapse, make_due, rows_of, settings_for
@@ -35,6 +47,7 @@ if TYPE_CHECKING:
 FINAL: Final = (State.SENT, State.FAILED, State.CANCELLED, State.SKIPPED)
 LATER: Final = datetime.now(UTC) + timedelta(days=1)
 CORRECTED: Final[dict[str, JsonValue]] = {"corrected": True}
+EDITED: Final = {"edited": True}
 Act = Callable[[psycopg.Connection, "Scene"], object]
 
 ACTS: Final[dict[str, Act]] = {
@@ -45,6 +58,7 @@ ACTS: Final[dict[str, Act]] = {
     "reschedule": lambda session, scene: Operator(session).reschedule(scene.message_id, LATER),
     "snooze": lambda session, scene: Operator(session).snooze(scene.message_id, timedelta(hours=1), "moves"),
     "correct": lambda session, scene: Operator(session).correct(scene.message_id, {"payload": CORRECTED}),
+    "edit": lambda session, scene: Outbox().on(session).edit(scene.message_id, owner="ada", payload=EDITED),
     "redrive": lambda session, scene: Operator(session).redrive(scene.message_id),
     "resend": lambda session, scene: scene.resend(session),
     "prune": lambda session, scene: Operator(session).prune(timedelta(microseconds=1), states=FINAL, topic=scene.name),
@@ -81,7 +95,7 @@ class Scene:
     enqueued: set[int] = field(default_factory=set)
     tries: list[tuple[int, bool, object]] = field(default_factory=list)
     """Each attempt in order: its message, whether it handed the message over, and the payload."""
-    answer: MessageResult | None = None
+    answer: str | None = None
     """What the committed act on the message has answered."""
     tried_before: int = 0
     """How many attempts had ended when it answered."""
@@ -113,7 +127,7 @@ class Scene:
         return Worker(outbox, queues=[self.name])
 
     async def build(self, db: psycopg.Connection, state: str) -> None:
-        self.message_id = self.enqueue(db, coalesce_key="k", dedupe_key="d")
+        self.message_id = self.enqueue(db, coalesce_key="k", dedupe_key="d", owner="ada")
         self.enqueued.add(self.message_id)
         if state == "retried":
             self.first_outcome = asyncio.get_running_loop().create_future()
@@ -183,8 +197,9 @@ class Stage:
 
     @staticmethod
     def _account(scene: Scene, result: object) -> None:
-        if isinstance(result, MessageResult):
-            scene.answer, scene.tried_before = result, len(scene.tries)
+        if isinstance(result, (MessageResult, EditResult)):
+            scene.answer = str(result.result if isinstance(result, MessageResult) else result)
+            scene.tried_before = len(scene.tries)
         elif isinstance(result, int):
             scene.enqueued.add(result)
 
@@ -231,7 +246,7 @@ class Stage:
 def broken_answers(scene: Scene, act: str, state: str | None) -> list[str]:
     """Return the contradictions to the answer of the act, before any other act on its message."""
     since = [payload for i, _, payload in scene.tries[scene.tried_before :] if i == scene.message_id]
-    match act, scene.answer and str(scene.answer.result):
+    match act, scene.answer:
         case "cancel", "cancelled" if since or state != "cancelled":
             return [f"{len(since)} attempts after a cancel, and the message is {state}"]
         case "cancel", "requested" if len(since) > 1 or state == "pending":
@@ -242,6 +257,8 @@ def broken_answers(scene: Scene, act: str, state: str | None) -> list[str]:
             return ["tried before its new time"]
         case "correct", "corrected" if any(payload != CORRECTED for payload in since):
             return [f"tried with {since} after the correction"]
+        case "edit", "edited" if any(payload != EDITED for i, _, payload in scene.tries if i == scene.message_id):
+            return ["two payloads of an edited message were tried"]
         case _:
             return []
 

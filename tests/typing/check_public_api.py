@@ -14,6 +14,7 @@ from pgoutbox import (
     CallNext,
     CancelResult,
     Context,
+    EditResult,
     Email,
     Enqueued,
     EnqueuedMany,
@@ -21,6 +22,7 @@ from pgoutbox import (
     NewMessage,
     Operator,
     Outbox,
+    OwnedMessage,
     Permanent,
     Producer,
     Sent,
@@ -197,6 +199,10 @@ async def enqueue_on_async_connections(
     assert_type(await outbox.on(connection).enqueue("mail.plain", 1, best_effort=True), Enqueued | None)
     assert_type(await outbox.on(session).enqueue_many([NewMessage("a", 1)]), EnqueuedMany)
     assert_type(await outbox.on(session).cancel(topic="a", dedupe_key="k"), CancelResult)
+    assert_type(await outbox.on(session).find(owner="a", topics=[plain]), list[OwnedMessage])
+    assert_type(await outbox.on(session).edit(1, owner="a", payload=1), EditResult)
+    assert_type(outbox.on(sync_connection).find(owner="a"), list[OwnedMessage])
+    assert_type(outbox.on(sync_connection).edit(1, owner="a", delay=1), EditResult)
     await outbox.on(sync_connection).enqueue("mail.plain", 1)  # type: ignore[misc]
     outbox.on(object())  # type: ignore[call-overload]
 

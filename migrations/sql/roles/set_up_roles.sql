@@ -34,7 +34,7 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.lock_for_enqueue,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
+            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.find, pgoutbox.edit,
             -- For `pgoutbox enqueue` and `pgoutbox cancel`.
             pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each,
             -- For direct sends.
@@ -47,8 +47,8 @@ BEGIN
         GRANT EXECUTE ON FUNCTION
             pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
             pgoutbox.lock_for_enqueue,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
+            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.find, pgoutbox.edit,
+            pgoutbox.read_payloads, pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
             pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._bucket_of,
             pgoutbox._in_flight_of, pgoutbox._hold_of, pgoutbox._forget_sent, pgoutbox._require_completion,
             pgoutbox._complete, pgoutbox._reset_session,

@@ -39,8 +39,9 @@ ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id;
 
 CREATE INDEX message_content ON pgoutbox.message (content_id) WHERE content_id IS NOT NULL;
 
--- For the calls that cancel, export or erase everything of an owner. Messages without an owner are not in it.
-CREATE INDEX message_owner ON pgoutbox.message (owner) WHERE owner IS NOT NULL;
+-- For the calls that find, cancel, export or erase messages of an owner. `find` reads a page by id. Messages without an owner
+-- are not in it.
+CREATE INDEX message_owner ON pgoutbox.message (owner, id) WHERE owner IS NOT NULL;
 
 COMMENT ON TABLE pgoutbox.message IS
     'One row per message, partitioned by state: live (pending, sending), failed, done (the others).';

@@ -1,0 +1,17 @@
+-- It returns payloads, so of the roles only the worker, which reads them anyway, may call it, and logins to which the owner
+-- of the schema grants it.
+CREATE FUNCTION pgoutbox.read_payloads(ids bigint[], owner text)
+RETURNS TABLE (id bigint, payload jsonb)
+LANGUAGE sql
+STABLE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT m.id, m.payload
+FROM pgoutbox.message AS m
+WHERE m.owner = read_payloads.owner AND m.id = ANY (read_payloads.ids)
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.read_payloads IS
+    'The payloads of those of the messages that belong to this owner. Only workers may call it, and logins to which the '
+    'owner of the schema has granted it.';
