@@ -19,6 +19,8 @@ PAGES: Final = {
     "queue": "/queues?queue=mail",
     "workers": "/workers",
     "breakers": "/breakers",
+    "topics": "/topics",
+    "topic": "/topics?topic=webhook.order",
     "audit": "/audit",
     "redrive-many": "/bulk?do=redrive&state=failed",
 }
