@@ -157,8 +157,8 @@ class PruneTotals:
 class Mention(NamedTuple):
     """A place that contains a text.
 
-    The fields have the order of MENTIONS. `id` is the message, the act of `audit`, or the row of `content`; None for a
-    circuit breaker. The id of a key is the newest message of the key, which may be deleted.
+    The fields have the order of MENTIONS. `id` is the message, the act of `audit`, or the row of `content`; None in the
+    tables without ids, such as `breaker`. The id of a key is the newest message of the key, which may be deleted.
     """
 
     table: str

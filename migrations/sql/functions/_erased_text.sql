@@ -1,5 +1,6 @@
 -- A text with (erased) instead of these texts, in any case. A text counts only between characters that are neither
--- letters nor digits: erasing ada@example.org changes no text about bada@example.org.
+-- letters nor digits: erasing ada@example.org changes no text about bada@example.org. Before it may be the end of a line,
+-- which JSON writes as a letter.
 CREATE FUNCTION pgoutbox._erased_text(value text, texts text[])
 RETURNS text
 LANGUAGE plpgsql
@@ -14,7 +15,8 @@ BEGIN
         CONTINUE WHEN (one <> '' AND strpos(lower(value), lower(one)) > 0) IS NOT TRUE;
         value := regexp_replace(
             value,
-            '(?<![[:alnum:]])' || regexp_replace(one, $form$([].^$*+?(){}|\\[-])$form$, $form$\\\1$form$, 'g') || '(?![[:alnum:]])',
+            $form$((?<![[:alnum:]])|(?<=\\[bfnrt]))$form$
+                || regexp_replace(one, $form$([].^$*+?(){}|\\[-])$form$, $form$\\\1$form$, 'g') || '(?![[:alnum:]])',
             '(erased)',
             'gi'
         );
