@@ -21,17 +21,16 @@ DECLARE
     selection constant jsonb := jsonb_build_object(
         'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
     );
-    known_ids bigint[];
+    missing_ids bigint[];
     head_scopes text[];
     head_keys text[];
     dedupe_ids bigint[];
     pending_ids bigint[];
-    gone jsonb;
     erased bigint[];
     left_behind bigint[];
-    freed_keys text[];
     requested bigint[];
-    addresses text[];
+    content_ids bigint[];
+    freed_queues text[];
     texts text[];
     keys text[];
     act_count bigint;
@@ -61,11 +60,11 @@ BEGIN
         FOR UPDATE OF d SKIP LOCKED
     )
     SELECT
-        ARRAY(SELECT a.id FROM asked AS a),
+        CASE WHEN by_ids THEN ARRAY(SELECT i.id FROM unnest(ids) AS i(id) EXCEPT SELECT a.id FROM asked AS a) END,
         ARRAY(SELECT h.scope FROM head AS h),
         ARRAY(SELECT h.key FROM head AS h),
         ARRAY(SELECT d.message_id FROM deduped AS d)
-    INTO known_ids, head_scopes, head_keys, dedupe_ids;
+    INTO missing_ids, head_scopes, head_keys, dedupe_ids;
 
     pending_ids := pgoutbox._lock_pending(ids);
     WITH locked AS MATERIALIZED (
@@ -74,12 +73,7 @@ BEGIN
         WHERE m.id = ANY (ids)
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
             AND (m.state <> 'pending' OR m.id IN (SELECT p.id FROM unnest(pending_ids) AS p(id)))
-            AND (_erase.owner IS NULL OR m.owner = _erase.owner)
-            AND (
-                destinations IS NULL
-                OR m.destination = ANY (destinations)
-                OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
-            )
+            AND pgoutbox._belongs_to(m, _erase.owner, destinations)
             AND NOT EXISTS (
                 SELECT
                 FROM pgoutbox.key_head AS h
@@ -102,82 +96,59 @@ BEGIN
         WHERE m.id = l.id
             AND m.state = l.state
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
-        RETURNING m.*
+        RETURNING
+            m.id, m.state, m.topic, m.queue, m.content_id,
+            m.destination, m.owner, m.coalesce_key, m.dedupe_key, m.ordering_key
+    ), freed AS (
+        DELETE FROM pgoutbox.dedupe AS d
+        USING deleted AS g
+        WHERE d.topic = g.topic AND d.dedupe_key = g.dedupe_key AND d.message_id = g.id
     )
-    SELECT jsonb_agg(to_jsonb(d) - '{payload,headers,attempts}'::text[])
-    INTO gone
-    FROM deleted AS d;
-    gone := coalesce(gone, '[]');
-    erased := ARRAY(SELECT (g.one ->> 'id')::bigint FROM jsonb_array_elements(gone) AS g(one));
+    SELECT
+        coalesce(array_agg(g.id), '{}'),
+        array_agg(DISTINCT g.content_id),
+        array_agg(DISTINCT g.queue) FILTER (WHERE g.ordering_key IS NOT NULL AND g.state IN ('pending', 'failed')),
+        array_agg(DISTINCT g.destination),
+        array_agg(DISTINCT g.owner) || array_agg(DISTINCT g.coalesce_key) || array_agg(DISTINCT g.dedupe_key)
+            || array_agg(DISTINCT g.ordering_key)
+    INTO erased, content_ids, freed_queues, texts, keys
+    FROM deleted AS g;
 
-    DELETE FROM pgoutbox.dedupe AS d
-    USING jsonb_array_elements(gone) AS g(one)
-    WHERE d.topic = g.one ->> 'topic'
-        AND d.dedupe_key = g.one ->> 'dedupe_key'
-        AND d.message_id = (g.one ->> 'id')::bigint;
     left_behind := ARRAY(
-        SELECT DISTINCT f.id
-        FROM pgoutbox._erase_left_behind(
-            head_scopes, head_keys,
-            CASE WHEN by_ids THEN ARRAY(SELECT a.id FROM unnest(ids) AS a(id) WHERE a.id <> ALL (known_ids)) END
-        ) AS f(id)
-        WHERE f.id = ANY (ids) AND f.id <> ALL (known_ids)
+        SELECT f.id
+        FROM pgoutbox._erase_left_behind(head_scopes, head_keys, missing_ids) AS f(id)
+        WHERE f.id = ANY (missing_ids)
     );
     -- _forget_sent left these keys without a message.
     WITH freed AS (
         DELETE FROM pgoutbox.dedupe AS d WHERE d.owner = _erase.owner RETURNING d.message_id, d.dedupe_key
     )
-    SELECT left_behind || array_agg(f.message_id), array_agg(f.dedupe_key)
-    INTO left_behind, freed_keys
+    SELECT left_behind || array_agg(f.message_id), keys || array_agg(f.dedupe_key)
+    INTO left_behind, keys
     FROM freed AS f;
+    erased := ARRAY(SELECT DISTINCT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id);
+
     -- Another erasure may have deleted the other messages of a content, and not committed. The one that gets this lock
     -- last sees that no message is left.
     PERFORM
     FROM pgoutbox.content AS c
-    WHERE c.id IN (SELECT (g.one ->> 'content_id')::bigint FROM jsonb_array_elements(gone) AS g(one))
+    WHERE c.id = ANY (content_ids)
     ORDER BY c.id
     FOR UPDATE;
     DELETE FROM pgoutbox.content AS c
-    WHERE c.id IN (SELECT (g.one ->> 'content_id')::bigint FROM jsonb_array_elements(gone) AS g(one))
+    WHERE c.id = ANY (content_ids)
         AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = c.id LIMIT 1) IS NULL;
-
     -- Messages that waited behind these may follow now.
-    PERFORM pgoutbox._wake_all_workers(q.queue)
-    FROM (
-        SELECT DISTINCT g.one ->> 'queue' AS queue
-        FROM jsonb_array_elements(gone) AS g(one)
-        WHERE g.one ->> 'ordering_key' IS NOT NULL AND g.one ->> 'state' IN ('pending', 'failed')
-    ) AS q;
+    PERFORM pgoutbox._wake_all_workers(f.queue) FROM unnest(freed_queues) AS f(queue);
 
-    SELECT
-        -- Without this condition, a made-up destination could erase any words of another one's act.
-        array_agg(DISTINCT t.text) FILTER (
-            WHERE t.kind = 'address'
-                AND t.text ~ '^([^[:space:]]+@[^[:space:]]+|[+][0-9]{6,}|[a-z][a-z0-9+.-]*://[^[:space:]]+)$'
-        ),
-        array_agg(DISTINCT t.text) FILTER (WHERE t.kind <> 'key'),
-        array_agg(DISTINCT t.text)
-    INTO addresses, texts, keys
-    FROM (
-        SELECT g.one ->> n.name, CASE n.name WHEN 'destination' THEN 'address' ELSE 'key' END
-        FROM jsonb_array_elements(gone) AS g(one)
-        CROSS JOIN unnest('{destination,owner,coalesce_key,dedupe_key,ordering_key}'::text[]) AS n(name)
-        UNION ALL
-        -- An address, also without its scheme.
-        SELECT substring(s.text FROM '^[a-z][a-z0-9+.-]*:([^/].*)$'), 'address'
-        FROM (
-            SELECT g.one ->> 'destination' FROM jsonb_array_elements(gone) AS g(one)
-            UNION ALL
-            SELECT _erase.destination
-        ) AS s(text)
-        UNION ALL
-        SELECT k.text, 'key' FROM unnest(freed_keys) AS k(text)
-        UNION ALL
-        SELECT s.text, 'address' FROM unnest(destinations) AS s(text)
-        UNION ALL
-        SELECT _erase.owner, 'owner'
-    ) AS t(text, kind);
-    act_count := pgoutbox._erase_in_audit(addresses, texts, keys, erased || left_behind, by_ids);
+    texts := ARRAY(
+        SELECT d.uri FROM unnest(texts || destinations) AS d(uri)
+        UNION
+        SELECT substring(d.uri FROM '^[a-z][a-z0-9+.-]*:([^/].*)$') FROM unnest(texts || destinations) AS d(uri)
+        UNION
+        SELECT _erase.owner
+    );
+    act_count := pgoutbox._erase_in_audit(texts, keys || texts, erased, by_ids);
     UPDATE pgoutbox.breaker AS b
     SET last_error = pgoutbox._erased_text(b.last_error, texts)
     FROM (
@@ -194,47 +165,34 @@ BEGIN
         FROM pgoutbox._cancel_unrecorded(
             ARRAY(
                 SELECT m.id
-                FROM pgoutbox.message_live AS m
-                WHERE m.id = ANY (ids)
-                    AND m.state = 'sending'
-                    AND (_erase.owner IS NULL OR m.owner = _erase.owner)
-                    AND (
-                        destinations IS NULL
-                        OR m.destination = ANY (destinations)
-                        OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
-                    )
+                FROM pgoutbox.message AS m
+                WHERE m.id = ANY (ids) AND m.state = 'sending' AND pgoutbox._belongs_to(m, _erase.owner, destinations)
             ),
             '{sending}'
         ) AS c
         WHERE c.result = 'requested'
     );
-    FOR id IN SELECT DISTINCT a.id FROM unnest(ids || left_behind) AS a(id) ORDER BY a.id LOOP
-        IF id = ANY (erased) OR id = ANY (left_behind) THEN
-            result := 'erased';
-        ELSIF id = ANY (requested) THEN
-            result := 'in_flight';
-        ELSE
-            SELECT CASE
-                WHEN m.owner IS DISTINCT FROM coalesce(_erase.owner, m.owner)
-                    OR destinations IS NOT NULL
-                    AND (m.destination = ANY (destinations)) IS NOT TRUE
-                    AND NOT pgoutbox._is_failure_to(destinations, m.failure_of, m.payload)
-                    THEN 'changed'
-                ELSE 'locked' -- Or its attempt has just ended: another call erases it.
-            END
-            INTO result
-            FROM pgoutbox.message AS m
-            WHERE m.id = _erase.id;
-            IF NOT FOUND THEN
-                result := 'missing';
-            END IF;
-        END IF;
-        RETURN NEXT;
-    END LOOP;
+    RETURN QUERY
+    SELECT
+        a.id,
+        CASE
+            WHEN a.id IN (SELECT unnest(erased)) THEN 'erased'
+            WHEN a.id IN (SELECT unnest(requested)) THEN 'in_flight'
+            ELSE coalesce(
+                (
+                    -- A message that is left may also have just ended its attempt: another call erases it.
+                    SELECT CASE WHEN pgoutbox._belongs_to(m, _erase.owner, destinations) THEN 'locked' ELSE 'changed' END
+                    FROM pgoutbox.message AS m
+                    WHERE m.id = a.id
+                ),
+                'missing'
+            )
+        END
+    FROM (SELECT DISTINCT unnest(ids || erased)) AS a(id)
+    ORDER BY a.id;
     PERFORM pgoutbox._record_act('cancel', message_ids => requested, details => selection);
-    -- The audit outlives the messages, so it does not name the owner or the address. An erasure that only changed acts is
-    -- recorded too: otherwise an operator could change the audit without a trace.
-    erased := ARRAY(SELECT e.id FROM unnest(erased || left_behind) AS e(id) ORDER BY e.id);
+    -- The audit outlives the messages, so it does not name the owner or the address. An erasure that only changed acts
+    -- is recorded too: otherwise an operator could change the audit without a trace.
     IF cardinality(erased) + act_count > 0 THEN
         PERFORM pgoutbox._record_act('erase', message_ids => nullif(erased, '{}'), details => selection);
     END IF;

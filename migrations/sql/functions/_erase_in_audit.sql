@@ -1,15 +1,21 @@
--- Replace by (erased) what acts state about a person: the addresses, the texts in acts on the erased messages, and
--- values that equal one of the keys. Returns the number of changed acts. Acts repeat the same values, such as topics and
--- states. So each different value is compared once. Only statements and reasons name persons. The rest of details is
--- what the database found, for example a limit or the target of a redirect.
-CREATE FUNCTION pgoutbox._erase_in_audit(
-    addresses text[], texts text[], keys text[], erased_ids bigint[], only_erased boolean
-)
+-- Replace by (erased) the texts that name a person in acts: in the reason, and in the values that their callers stated.
+-- The rest of details is what the database found, for example a limit or the target of a redirect. Returns the number of
+-- changed acts.
+--
+-- Some stated values are also compared with the keys, as a whole: as a part of a reason, a key such as `all` is a word
+-- like any other. A topic or a queue with the name of an owner stays.
+CREATE FUNCTION pgoutbox._erase_in_audit(texts text[], keys text[], erased_ids bigint[], only_erased boolean)
 RETURNS bigint
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
+    -- Only these count in acts on other messages. Otherwise a made-up owner or destination could erase any words there.
+    addresses constant text[] := ARRAY(
+        SELECT t.text
+        FROM unnest(texts) AS t(text)
+        WHERE t.text ~ '^([^[:space:]]+@[^[:space:]]+|[+][0-9]{6,}|[a-z][a-z0-9+.-]*://[^[:space:]]+)$'
+    );
     changed_count bigint;
 BEGIN
     WITH told AS MATERIALIZED (
@@ -25,28 +31,38 @@ BEGIN
     ), word AS MATERIALIZED (
         SELECT DISTINCT lower(t.text) AS text FROM unnest(texts) AS t(text) WHERE t.text <> ''
     ), found AS MATERIALIZED (
-        SELECT t.text
-        FROM (SELECT DISTINCT d.text FROM told AS d) AS t
-        WHERE t.text IN (SELECT unnest(keys))
-            OR EXISTS (SELECT FROM word AS w WHERE strpos(lower(t.text), w.text) > 0)
+        -- Acts repeat the same values, such as topics and states. So each different value is compared once.
+        SELECT d.text
+        FROM (SELECT DISTINCT t.text FROM told AS t) AS d
+        WHERE d.text IN (SELECT unnest(keys))
+            OR EXISTS (SELECT FROM word AS w WHERE strpos(lower(d.text), w.text) > 0)
     ), locked AS MATERIALIZED (
         -- In one order, because two erasures may change the same acts.
-        SELECT a.id, a.details, a.stated, a.message_ids
+        SELECT a.id, a.details, a.stated, CASE WHEN a.message_ids && erased_ids THEN texts ELSE addresses END AS words
         FROM pgoutbox.audit AS a
-        WHERE a.id IN (SELECT d.id FROM told AS d JOIN found AS f ON f.text = d.text)
+        WHERE a.id IN (SELECT t.id FROM told AS t JOIN found AS f ON f.text = t.text)
         ORDER BY a.id
         FOR UPDATE
     ), erased AS MATERIALIZED (
         SELECT
             l.id,
-            -- Unchanged without a reason.
-            l.details || coalesce(
-                pgoutbox._erased_values(jsonb_build_object('reason', l.details -> 'reason'), w.words, '{}'), '{}'
-            ) AS details,
-            pgoutbox._erased_values(l.stated, w.words, keys) AS stated
+            CASE
+                WHEN l.details ->> 'reason' IS NULL THEN l.details
+                ELSE jsonb_set(l.details, '{reason}', to_jsonb(pgoutbox._erased_text(l.details ->> 'reason', l.words)))
+            END AS details,
+            (
+                SELECT jsonb_object_agg(
+                    s.key,
+                    CASE
+                        WHEN jsonb_typeof(s.value) <> 'string' OR s.key IN ('topic', 'queue') THEN s.value
+                        WHEN s.key IN ('owner', 'key', 'text', 'coalesce_key', 'dedupe_key') AND s.value #>> '{}' = ANY (keys)
+                            THEN '"(erased)"'
+                        ELSE to_jsonb(pgoutbox._erased_text(s.value #>> '{}', l.words))
+                    END
+                )
+                FROM jsonb_each(l.stated) AS s
+            ) AS stated
         FROM locked AS l
-        -- The owner may be any word, so it counts only in acts on the erased messages.
-        CROSS JOIN LATERAL (SELECT CASE WHEN l.message_ids && erased_ids THEN texts ELSE addresses END AS words) AS w
     ), changed AS (
         UPDATE pgoutbox.audit AS a
         SET details = e.details, stated = e.stated

@@ -12,20 +12,13 @@ BEGIN
     RETURN QUERY
     WITH asked AS (
         SELECT k.scope COLLATE "C" AS scope, k.key COLLATE "C" AS key FROM unnest(head_scopes, head_keys) AS k(scope, key)
-    ), live AS MATERIALIZED (
+    ), needed AS MATERIALIZED (
         -- No index has the coalesce keys of live messages.
-        SELECT DISTINCT a.scope, a.key
+        SELECT a.scope, a.key
         FROM pgoutbox.message_live AS m
         JOIN asked AS a ON a.scope = m.topic AND a.key = m.coalesce_key
-        UNION ALL
-        SELECT a.scope, a.key
-        FROM asked AS a
-        WHERE a.scope LIKE '/%'
-            AND EXISTS (
-                SELECT FROM pgoutbox.message_live AS m WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key
-            )
-    ), waiting AS MATERIALIZED (
-        -- These can be redriven.
+        UNION
+        -- Failed and cancelled messages can be redriven.
         SELECT a.scope, a.key
         FROM asked AS a
         WHERE EXISTS (
@@ -35,6 +28,9 @@ BEGIN
                 SELECT
                 FROM pgoutbox.message_done AS m
                 WHERE m.topic = a.scope AND m.coalesce_key = a.key AND m.state = 'cancelled'
+            )
+            OR a.scope LIKE '/%' AND EXISTS (
+                SELECT FROM pgoutbox.message_live AS m WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key
             )
             OR a.scope LIKE '/%' AND EXISTS (
                 SELECT FROM pgoutbox.message_failed AS m WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key
@@ -49,8 +45,7 @@ BEGIN
         USING asked AS a
         WHERE h.scope = a.scope
             AND h.key = a.key
-            AND (h.scope, h.key) NOT IN (SELECT l.scope, l.key FROM live AS l)
-            AND (h.scope, h.key) NOT IN (SELECT w.scope, w.key FROM waiting AS w)
+            AND (h.scope, h.key) NOT IN (SELECT n.scope, n.key FROM needed AS n)
             AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = h.newest_id LIMIT 1) IS NULL
         RETURNING h.newest_id
     ), missing AS MATERIALIZED (

@@ -12,6 +12,8 @@ RETURNS TABLE (id bigint, state text, address text)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+-- A plan for the given arguments has no condition on the others, so an index finds ids and owners.
+SET plan_cache_mode = force_custom_plan
 AS $function$
 #variable_conflict use_column
 DECLARE
@@ -22,28 +24,10 @@ BEGIN
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
             MESSAGE = 'pgoutbox: owner: give exactly one of ids, owner and destination';
     END IF;
-    IF ids IS NOT NULL THEN
-        RETURN QUERY
-        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-        FROM pgoutbox.message AS m
-        WHERE m.id = ANY (ids);
-        IF with_failures THEN
-            RETURN QUERY
-            SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-            FROM pgoutbox.message AS m
-            WHERE m.failure_of = ANY (ids) AND m.id <> ALL (ids);
-        END IF;
-    ELSIF _selected_messages.owner IS NOT NULL THEN
-        RETURN QUERY
-        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-        FROM pgoutbox.message AS m
-        WHERE m.owner = _selected_messages.owner;
-    ELSE
-        RETURN QUERY
-        SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
-        FROM pgoutbox.message AS m
-        WHERE m.destination = ANY (destinations)
-            OR pgoutbox._is_failure_to(destinations, m.failure_of, m.payload);
-    END IF;
+    RETURN QUERY
+    SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
+    FROM pgoutbox.message AS m
+    WHERE (ids IS NULL OR m.id = ANY (ids) OR with_failures AND m.failure_of = ANY (ids))
+        AND pgoutbox._belongs_to(m, _selected_messages.owner, destinations);
 END
 $function$;

@@ -31,15 +31,11 @@ BEGIN
         m.id,
         to_jsonb(m) - '{payload,headers}'::text[] || jsonb_build_object(
             'acts',
-            (
-                SELECT coalesce(
-                    jsonb_agg(
-                        jsonb_build_object('acted_at', a.acted_at, 'actor', a.actor, 'action', a.action) ORDER BY a.id
-                    ),
-                    '[]'
-                )
+            ARRAY(
+                SELECT jsonb_build_object('acted_at', a.acted_at, 'actor', a.actor, 'action', a.action)
                 FROM pgoutbox.audit AS a
                 WHERE a.message_ids @> ARRAY[m.id]
+                ORDER BY a.id
             )
         ),
         m.headers,
