@@ -2394,6 +2394,43 @@ def test_a_breaker_links_to_the_messages_that_wait_for_it(site: Site, db: psycop
     assert ids_on(get(site.vera, path)) == waiting[::-1]
 
 
+def hold(db: psycopg.Connection, key: str, *holds: str) -> None:
+    """Open a breaker with these holds."""
+    db.execute(OPEN_BREAKER, [key])
+    db.execute("UPDATE pgoutbox.breaker SET holds = %s WHERE key = %s", [list(holds), key])
+
+
+def test_a_breaker_links_to_messages_that_wait_for_it_unclaimed(site: Site, db: psycopg.Connection) -> None:
+    hold(db, BREAKER, "mail mail.digest mailto")
+    held = [put(db, queue="mail", topic="mail.digest", destination="mailto:ada@example.org") for _ in range(2)]
+    put(db, topic="other")
+    page = get(site.vera, "/breakers")
+    assert f"{BREAKER} 2 messages that wait for {BREAKER}" in page.words
+    (path,) = [href for href in page.values("a", "href") if "topic=" in href]
+    assert ids_on(get(site.vera, path)) == held[::-1], "the key is in none of their texts"
+
+
+def test_each_of_many_breakers_has_its_own_messages(site: Site, db: psycopg.Connection) -> None:
+    db.execute(
+        """
+        INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)
+        SELECT key, now() + interval '1 h', 60, 'w', 'no', ARRAY['hooks hook.send ' || key]
+        FROM generate_series(1, 1000) AS n, LATERAL (SELECT format('https://h%s.example.org', n)) AS breaker(key)
+        """
+    )
+    db.execute(
+        """
+        INSERT INTO pgoutbox.message (topic, queue, destination, payload)
+        SELECT 'hook.send', 'hooks', format('https://h%s.example.org/x', 1 + n % 1000), '{}'
+        FROM generate_series(1, 9000) AS n
+        """
+    )
+    page = get(site.vera, "/breakers")
+    assert "https://h1.example.org 9 messages that wait" in page.words
+    (path,) = [href for href in page.values("a", "href") if "%2Fh1.example.org" in href]
+    assert len(ids_on(get(site.vera, path))) == 9
+
+
 def test_the_messages_behind_a_breaker_are_counted_up_to_a_limit(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

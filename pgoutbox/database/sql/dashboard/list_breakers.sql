@@ -1,14 +1,20 @@
 -- The open breakers, newest first, with the pending messages behind each, due or not: those of its holds, and those that it
--- has postponed last. They are counted among those of each queue that are due first: with `is_sample` there may be more.
+-- has postponed last; and the queue and the topic of these messages, null if they have several. They are counted among
+-- those of each queue that are due first: with `is_sample` there may be more. With `is_in_texts` the key is in their
+-- destination or last error, so that a search for it finds them.
 \ir _live_queue_names.sql
-, waiting AS MATERIALIZED (
+, held AS MATERIALIZED (
+    -- Joined by their text: to search the breakers for each message takes too long with hundreds of them.
+    SELECT hold.text, min(b.key) AS breaker_key
+    FROM pgoutbox.breaker_view AS b
+    CROSS JOIN LATERAL unnest(b.holds) AS hold(text)
+    GROUP BY hold.text
+), waiting AS MATERIALIZED (
     SELECT
+        l.queue,
+        one.topic,
         coalesce(
-            (
-                SELECT min(b.key)
-                FROM pgoutbox.breaker_view AS b
-                WHERE pgoutbox._hold_of(l.queue, one.topic, one.destination) = ANY (b.holds)
-            ),
+            held.breaker_key,
             (
                 SELECT m.breaker_key
                 FROM pgoutbox.message_view AS m
@@ -29,6 +35,15 @@
     CROSS JOIN LATERAL (
         \ir ../doctor/_pending.sql
     ) AS one
+    LEFT JOIN held ON held.text = pgoutbox._hold_of(l.queue, one.topic, one.destination)
+), behind AS (
+    SELECT
+        w.breaker_key,
+        count(*) AS messages,
+        CASE WHEN count(DISTINCT w.queue) = 1 THEN min(w.queue) END AS queue,
+        CASE WHEN count(DISTINCT w.topic) = 1 THEN min(w.topic) END AS topic
+    FROM waiting AS w
+    GROUP BY w.breaker_key
 )
 SELECT
     b.key,
@@ -38,8 +53,15 @@ SELECT
     b.cooldown_seconds,
     b.worker,
     b.last_error,
-    (SELECT count(*) FROM waiting AS w WHERE w.breaker_key = b.key) AS waiting_count,
-    (SELECT bool_or(w.is_capped) FROM waiting AS w) IS TRUE AS is_sample
+    coalesce(w.messages, 0) AS waiting_count,
+    (SELECT bool_or(every.is_capped) FROM waiting AS every) IS TRUE AS is_sample,
+    w.queue,
+    w.topic,
+    -- True if each hold is that of the web host that gives the breaker its key, and if there are none.
+    NOT EXISTS (
+        SELECT FROM unnest(b.holds) AS hold(text) WHERE split_part(hold.text, ' ', 3) <> b.key
+    ) AS is_in_texts
 FROM pgoutbox.breaker_view AS b
+LEFT JOIN behind AS w ON w.breaker_key = b.key
 ORDER BY b.opened_at DESC, b.key
 LIMIT %(limit)s::bigint
