@@ -115,7 +115,7 @@ async def messages(request: Request) -> Response:
     def load(connection: Connection) -> dict[str, object]:
         # A live refresh searches only the newest rows, because it runs often.
         found = reads.search(connection, which, before_id=before_id, limit=limit, is_brief=is_live(request))
-        is_about = which.destination is not None and not which.states and before_id is None
+        is_about = which.destination is not None and not (which.states or which.text) and before_id is None
         near = reads.count_near(connection, which) if is_about else None
         return {"found": found, "messages": _redacted(dashboard, found.messages), "near": near}
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+import psycopg
+
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.message import State
@@ -441,15 +443,23 @@ def _search(
     messages: list[ListedMessage] = []
     looked_at = 0
     while True:
-        with window.read() as next_rows:
-            # Messages in flight have an index of their own.
-            rows = most if held_only else next_rows
-            parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages), "rows": rows}
-            found = connection.execute(statement, parameters)
-            messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
-            if len(messages) > limit:
-                return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at >= most)
-            ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
+        # Messages in flight have an index of their own.
+        rows = most if held_only else window.rows
+        parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages), "rows": rows}
+        try:
+            with window.read(), connection.transaction():
+                found = connection.execute(statement, parameters).fetchall()
+                ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
+        except psycopg.errors.QueryCanceled:
+            if held_only or rows == 1:
+                raise
+            # A search that has read nothing has nowhere to continue.
+            if looked_at and time.monotonic() >= over_at:
+                return Found(messages, before_id, looked_at, is_deep=looked_at > most)
+            continue
+        messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
+        if len(messages) > limit:
+            return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at >= most)
         if ended_at is None:
             return Found(messages, None, None, is_deep=looked_at >= most)
         looked_at += rows
@@ -467,10 +477,17 @@ def count_near(connection: Connection, which: MessageFilter) -> Near:
     states: dict[State, tuple[int, int]] = {}
     looked_at = 0
     while True:
-        parameters = {**which.parameters(), "before_id": before_id, "not_below_id": not_below_id}
-        with window.read() as next_rows:
-            rows = min(next_rows, most - looked_at)
-            found = connection.execute(sql.COUNT_SEARCHED, parameters | {"rows": rows}).fetchall()
+        rows = min(window.rows, most - looked_at)
+        parameters = {**which.parameters(), "before_id": before_id, "not_below_id": not_below_id, "rows": rows}
+        try:
+            with window.read(), connection.transaction():
+                found = connection.execute(sql.COUNT_SEARCHED, parameters).fetchall()
+        except psycopg.errors.QueryCanceled:
+            if rows == 1:
+                raise
+            if looked_at and time.monotonic() >= over_at:
+                return Near(states, looked_at, is_all=False)
+            continue
         for state, matching, newest_id, _, _ in found:
             before, newest_before = states.get(State(state), (0, newest_id))
             if matching:

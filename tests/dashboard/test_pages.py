@@ -366,6 +366,24 @@ def test_a_search_of_texts_that_take_long_is_answered_in_parts(
     assert "1 message matches" in get(site.ada, "/bulk?do=redrive&text=vat_id").words
 
 
+def test_long_texts_below_short_ones_do_not_end_a_search(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window grows on short texts, so that the first statement with long ones exceeds its timeout."""
+    monkeypatch.setattr(database, "STATEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(reads, "SEARCH_SECONDS", PROCESS_PATIENCE_SECONDS)
+    oldest = fail_with(db, "no such vat_id")
+    db.execute(
+        "INSERT INTO pgoutbox.message"
+        " (topic, payload, state, attempt_count, worker, claimed_at, finished_at, last_error)"
+        " SELECT 'mail', '{}', 'failed', 1, 'w', now(), now(), left(repeat('https://example.org/?token=a&b=1 ', 100), 4000)"
+        " FROM generate_series(1, 150)"
+    )
+    db.execute("INSERT INTO pgoutbox.message (topic, payload) SELECT 'mail', '{}' FROM generate_series(1, 2000)")
+    assert ids_on(get(site.vera, "/messages?text=vat_id")) == [oldest]
+    assert "1 message matches" in get(site.ada, "/bulk?do=redrive&text=vat_id").words
+
+
 def test_a_bare_address_finds_all_messages_to_it_of_any_age(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
