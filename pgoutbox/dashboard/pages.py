@@ -129,7 +129,7 @@ async def messages(request: Request) -> Response:
         facets=(await dashboard.facets(which))._asdict(),
         which=which,
         asked=asked,
-        is_filtered=any(value is not None for name, value in asked.items() if name not in ("state", "due")),
+        filtered=[name for name, value in asked.items() if value is not None and name not in ("state", "due")],
         has_more=any(asked.get(name) is not None for name in _MORE_FIELDS),
         limit=limit,
         before_id=before_id,

@@ -46,7 +46,10 @@ def count_tabs(connection: Connection) -> list[Tab]:
 
 
 class Facets(NamedTuple):
-    """The topics and queues of the messages of a tab, those with the most messages first, and the chosen ones."""
+    """The topics and queues of the messages of a tab, those with the most messages first, and the chosen ones.
+
+    The numbers are those of the tab, without regard to other filters.
+    """
 
     topic: list[tuple[str, Count | None]]
     queue: list[tuple[str, Count | None]]
@@ -63,7 +66,7 @@ def facets_of(topics: reads.Topics, queues: reads.Queues, which: MessageFilter) 
             by_queue = {row.queue: row.due + row.scheduled for row in queues.rows}
         case (State.SENDING,), _:
             by_topic = {row.topic: row.in_flight for row in topics.rows.values()}
-            by_queue = {row.queue: row.sending for row in queues.rows}
+            by_queue = {row.queue: row.sending + row.lapsed for row in queues.rows}
         case (State.FAILED,), _:
             by_topic = {row.topic: row.failed for row in topics.rows.values()}
             by_queue = {}

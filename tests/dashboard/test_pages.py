@@ -1035,6 +1035,23 @@ def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: 
     assert "20 per min 1 min 3 min 50 s 1 min" in found, found
 
 
+def test_topics_and_queues_have_numbers_only_where_they_hold(site: Site, db: psycopg.Connection) -> None:
+    put(db, topic="a", queue="one")
+    for _ in range(2):
+        put(db, topic="b", queue="two")
+    for state in ("state=pending", "state=pending&due=now"):
+        assert "Topic b 2 a 1 Queue two 2 one 1" in get(site.vera, f"/messages?{state}").words
+        assert "Topic b 2 a 1 Queue two one Text" in get(site.vera, f"/messages?{state}&topic=a").words
+        assert "Topic b a Queue two one Text" in get(site.vera, f"/messages?{state}&text=x").words
+
+
+def test_a_queue_with_expired_leases_can_be_chosen(site: Site, db: psycopg.Connection) -> None:
+    put(db, State.SENDING, queue="one")
+    put(db, State.SENDING, queue="lapsed")
+    db.execute("UPDATE pgoutbox.claim SET lease_expires_at = now() - interval '1 h' WHERE queue = 'lapsed'")
+    assert "Queue lapsed 1 one 1" in get(site.vera, "/messages?state=sending").words
+
+
 @pytest.mark.parametrize("what", ["/topics", "/messages?state=pending"])
 def test_many_messages_of_one_queue_hide_no_topic_of_another(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, what: str
