@@ -94,7 +94,8 @@ class TopicRow(NamedTuple):
     """A topic with messages now or in the last minutes.
 
     `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds. `first_id` is the
-    pending message that is due first, `error_id` one whose attempt has failed.
+    pending message that is due first. `error_ids` are the newest pending message with an attempt, and the newest failed
+    one: a released message has no error.
     """
 
     topic: str
@@ -106,7 +107,7 @@ class TopicRow(NamedTuple):
     waited: Sequence[float] | None = None
     handled: Sequence[float] | None = None
     first_id: int | None = None
-    error_id: int | None = None
+    error_ids: Sequence[int] = ()
 
 
 class Topics(NamedTuple):
@@ -147,9 +148,9 @@ class RunningMessage(NamedTuple):
 class BreakerRow(NamedTuple):
     """A circuit breaker and the messages that wait for it; columns in the order of LIST_BREAKERS.
 
-    The messages are counted among those of each queue that are due first. With `is_sample` there may be more. `queue` and
-    `topic` are those of the counted messages, None if they have several. A search for the key finds the messages if it
-    `is_in_texts`.
+    The messages are counted among those of each queue that are due first. With `is_sample` there may be more. `queue`
+    and `topic` are those of the counted messages, None if they have several. A search for the key finds the messages if
+    it `is_in_texts`.
     """
 
     key: str
@@ -372,14 +373,14 @@ def topics(connection: Connection) -> Topics:
             waited,
             handled,
             first_id,
-            tried_id or failed_id,
+            [error_id for error_id in (tried_id, failed_id) if error_id is not None],
         )
     return Topics(rows, nothing)
 
 
 def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> dict[int, ListedMessage]:
     """Return the messages that the rows name, by id."""
-    ids = {wanted for row in rows for wanted in (row.first_id, row.error_id) if wanted is not None}
+    ids = {wanted for row in rows for wanted in (row.first_id, *row.error_ids) if wanted is not None}
     which = MessageFilter(ids=tuple(sorted(ids)))
     return {found.id: found for found in search(connection, which, limit=len(ids)).messages} if ids else {}
 

@@ -49,9 +49,11 @@ async def topics(request: Request) -> Response:
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
     names = sorted(name for name in {*known, *found.rows} if name.startswith(start)) if asked is None else [asked]
 
-    def rank(name: str) -> tuple[bool, bool]:
-        # Topics with messages need attention first, then those that nobody handles.
-        return name not in found.rows, name in known and known[name].handler is not None
+    def rank(name: str) -> tuple[bool, bool, bool]:
+        # Topics with due or failed messages need attention first: topics whose messages were all sent can fill a page.
+        row = found.rows.get(name)
+        needs_a_look = row is not None and bool(row.due.messages or row.failed.messages)
+        return not needs_a_look, row is None, name in known and known[name].handler is not None
 
     shown = sorted(names, key=rank)[:_MAX_SHOWN]
     rows = [found.rows.get(name, found.nothing._replace(topic=name)) for name in shown]
@@ -61,7 +63,7 @@ async def topics(request: Request) -> Response:
         return {
             "now": reads.now(connection),
             "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in named},
-            "groups": () if asked is None else _failures_of(connection, dashboard, asked),
+            "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
         }
 
     return await render_page(
@@ -77,14 +79,18 @@ async def topics(request: Request) -> Response:
             "topic_count": len(names),
             "rate_minutes": reads.RATE_SECONDS // 60,
             "cap": reads.GROUP_ROWS,
+            "most_groups": _MAX_GROUPS,
             **await dashboard.database.read(load),
         },
     )
 
 
-def _failures_of(connection: Connection, dashboard: Dashboard, topic: str) -> list[FailureGroup]:
-    found = Operator(connection).list_failures(topic=topic, limit=_MAX_GROUPS)
-    return [group.redacted(dashboard.names_of(topic)) for group in found]
+def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.TopicRow) -> list[FailureGroup]:
+    # Of more failures than were counted, a search for those of one topic could read millions of others.
+    is_few = row.failed.kind == "exactly"
+    found = Operator(connection).list_failures(topic=row.topic if is_few else None)
+    names = dashboard.names_of(row.topic)
+    return [group.redacted(names) for group in found if group.topic == row.topic][:_MAX_GROUPS]
 
 
 @operators_only

@@ -21,8 +21,8 @@ class Window:
     """Rows of a search by one statement: few at first, then as many as are read in a third of a second.
 
     The time for a row depends on the filter: a search for a text hides the secrets of each text before it compares. A
-    fixed number of rows would exceed the statement timeout for one filter, or need many statements for another. Rows with
-    long texts can follow many short ones: after a statement timeout the window has fewer rows.
+    fixed number of rows would exceed the statement timeout for one filter, or need many statements for another. Rows
+    with long texts can follow many short ones: after a statement timeout the window has fewer rows.
     """
 
     def __init__(self, most: int) -> None:

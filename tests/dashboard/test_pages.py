@@ -376,7 +376,8 @@ def test_long_texts_below_short_ones_do_not_end_a_search(
     db.execute(
         "INSERT INTO pgoutbox.message"
         " (topic, payload, state, attempt_count, worker, claimed_at, finished_at, last_error)"
-        " SELECT 'mail', '{}', 'failed', 1, 'w', now(), now(), left(repeat('https://example.org/?token=a&b=1 ', 100), 4000)"
+        " SELECT 'mail', '{}', 'failed', 1, 'w', now(), now(),"
+        " left(repeat('https://example.org/?token=a&b=1 ', 100), 4000)"
         " FROM generate_series(1, 150)"
     )
     db.execute("INSERT INTO pgoutbox.message (topic, payload) SELECT 'mail', '{}' FROM generate_series(1, 2000)")
@@ -1033,6 +1034,45 @@ def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: 
         )
     found = get(site.vera, "/topics").words
     assert "20 per min 1 min 3 min 50 s 1 min" in found, found
+
+
+def test_a_topic_in_need_is_not_hidden_by_many_whose_messages_were_sent(site: Site, db: psycopg.Connection) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, worker, claimed_at, finished_at)"
+        " SELECT format('fine-%s', n), '{}', 'sent', 1, 'w', now(), now() FROM generate_series(1, 150) AS n"
+    )
+    put(db, topic="z.due")
+    put(db, State.FAILED, topic="z.failed")
+    page = get(site.vera, "/topics")
+    assert "Shows 100 of 152 topics" in page.words
+    assert [href for href in page.values("a", "href") if "?topic=z." in href and href.startswith("/topics")] == [
+        "/topics?topic=z.due",
+        "/topics?topic=z.failed",
+    ]
+
+
+def test_a_released_message_does_not_hide_the_error_of_a_topic(site: Site, db: psycopg.Connection) -> None:
+    fail_with(db, "KeyError: vat")
+    release = "UPDATE pgoutbox.message SET attempt_count = 1, max_attempts = max_attempts + 1, lane = 1 WHERE id = %s"
+    db.execute(release, [put(db)])
+    assert "KeyError: vat" in get(site.vera, "/topics").words
+
+
+def test_the_page_of_a_topic_says_if_it_does_not_show_all_failures(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(21):
+        fail_with(db, f"no{'x' * number}")
+    assert "20 groups at most, of the newest 3,000 failures;" in get(site.vera, "/topics?topic=mail").words
+    monkeypatch.setattr(reads, "CAP", 5)
+    site.dashboard.forget()
+    assert "failures of all topics;" in get(site.vera, "/topics?topic=mail").words
+    db.execute("DELETE FROM pgoutbox.message WHERE id > 3")
+    monkeypatch.undo()
+    site.dashboard.forget()
+    page = get(site.vera, "/topics?topic=mail")
+    assert "mail 3 " in page.words
+    assert "at most" not in page.words
 
 
 def test_topics_and_queues_have_numbers_only_where_they_hold(site: Site, db: psycopg.Connection) -> None:
