@@ -111,10 +111,14 @@ async def messages(request: Request) -> Response:
     which = inputs.filter_of(given)
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     dashboard = dashboard_of(request)
+    # An act on all matches does not know these names, so an operator sees all matches.
+    names_of = dashboard.names_of if viewer_of(request).role == "viewer" else None
 
     def load(connection: Connection) -> dict[str, object]:
         # A live refresh searches only the newest rows, because it runs often.
-        found = reads.search(connection, which, before_id=before_id, limit=limit, is_brief=is_live(request))
+        found = reads.search(
+            connection, which, before_id=before_id, limit=limit, is_brief=is_live(request), names_of=names_of
+        )
         is_about = which.destination is not None and not (which.states or which.text) and before_id is None
         near = reads.count_near(connection, which) if is_about else None
         return {"found": found, "messages": _redacted(dashboard, found.messages), "near": near}

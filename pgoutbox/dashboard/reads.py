@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, cast
 
 import psycopg
 
@@ -45,6 +45,10 @@ _SUPERSEDED: Final = 20
 
 # Ids are drawn in the order of enqueue, but a message is dated by the start of its transaction.
 _LONGEST_TRANSACTION: Final = timedelta(days=1)
+
+
+NamesOf: TypeAlias = Callable[[str], Collection[str]]
+"""The names whose values are hidden in messages of a topic."""
 
 
 class StateCount(NamedTuple):
@@ -421,18 +425,33 @@ def is_copy(connection: Connection) -> bool:
 
 
 def search(
-    connection: Connection, which: MessageFilter, *, before_id: int | None = None, limit: int, is_brief: bool = True
+    connection: Connection,
+    which: MessageFilter,
+    *,
+    before_id: int | None = None,
+    limit: int,
+    is_brief: bool = True,
+    names_of: NamesOf | None = None,
 ) -> Found:
     """Return the newest matches below `before_id`, newest first.
 
-    Searches until the page is full, or `SEARCH_SECONDS` have passed, or, if brief, `rows_of(which)` rows are read.
+    Searches until the page is full, or `SEARCH_SECONDS` have passed, or, if brief, `rows_of(which)` rows are read. With
+    `names_of` a text is only found where it is visible without the values of these names.
     """
-    found = _search(connection, which, before_id, limit, is_brief=is_brief)
+    if which.text is None:
+        names_of = None
+    found = _search(connection, which, before_id, limit, is_brief=is_brief, names_of=names_of)
     return replace(found, messages=Operator(connection).with_waits(found.messages))
 
 
 def _search(
-    connection: Connection, which: MessageFilter, before_id: int | None, limit: int, *, is_brief: bool
+    connection: Connection,
+    which: MessageFilter,
+    before_id: int | None,
+    limit: int,
+    *,
+    is_brief: bool,
+    names_of: NamesOf | None,
 ) -> Found:
     before_id, not_below_id = _bounds(connection, which, before_id)
     over_at = time.monotonic() + SEARCH_SECONDS
@@ -446,7 +465,9 @@ def _search(
     while True:
         # Messages in flight have an index of their own.
         rows = most if held_only else window.rows
-        parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages), "rows": rows}
+        # Hidden matches leave room for others of the same rows.
+        most_matches = rows if names_of is not None else limit + 1 - len(messages)
+        parameters |= {"before_id": before_id, "limit": most_matches, "rows": rows}
         try:
             with window.read(), connection.transaction():
                 found = connection.execute(statement, parameters).fetchall()
@@ -458,7 +479,10 @@ def _search(
             if looked_at and time.monotonic() >= over_at:
                 return Found(messages, before_id, looked_at, is_deep=looked_at > most)
             continue
-        messages += [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
+        matches = [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
+        if names_of is not None and which.text is not None:
+            matches = _visible(connection, matches, which.text, names_of)
+        messages += matches
         if len(messages) > limit:
             return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at >= most)
         if ended_at is None:
@@ -467,6 +491,23 @@ def _search(
         before_id = ended_at[0]
         if (is_brief and looked_at >= most) or time.monotonic() >= over_at:
             return Found(messages, before_id, looked_at, is_deep=looked_at > most)
+
+
+def _visible(
+    connection: Connection, matches: list[ListedMessage], text: str, names_of: NamesOf
+) -> list[ListedMessage]:
+    """Return the matches whose text is visible. The schema knows no names of a topic: a viewer could guess their values
+    letter by letter."""
+    doubtful = []
+    for match in matches:
+        shown = match.redacted(names_of(match.topic))
+        texts = "\n".join(filter(None, (shown.destination, shown.skip_reason, shown.last_error)))
+        if shown != match and text.lower() not in texts.lower():
+            doubtful.append(match.id)
+    if not doubtful:
+        return matches
+    keyed = {row[0] for row in connection.execute(sql.SEARCH_KEYS, {"ids": doubtful, "text": text})}
+    return [match for match in matches if match.id not in doubtful or match.id in keyed]
 
 
 def count_near(connection: Connection, which: MessageFilter) -> Near:

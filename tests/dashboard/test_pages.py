@@ -385,6 +385,21 @@ def test_long_texts_below_short_ones_do_not_end_a_search(
     assert "1 message matches" in get(site.ada, "/bulk?do=redrive&text=vat_id").words
 
 
+def test_a_viewer_cannot_search_for_values_that_a_topic_hides(
+    db: psycopg.Connection, dsn: str, open_site: Callable[..., Site]
+) -> None:
+    outbox = Outbox(web_settings(dsn=dsn))
+    outbox.define(Topic("kyc.check", redact=("ssn",)))
+    site = open_site(dsn, outbox)
+    hidden = fail_with(db, "ValueError: ssn=123-45 is wrong", topic="kyc.check")
+    keyed = put(db, topic="kyc.check", ordering_key="ssn=123 of a key")
+    other = fail_with(db, "ssn=123", topic="mail")
+    for text, found in [("ssn=123", [other, keyed]), ("ssn=12", [other, keyed]), ("valueerror", [hidden])]:
+        assert ids_on(get(site.vera, f"/messages?{urlencode({'text': text})}")) == found
+    assert ids_on(get(site.vera, "/messages?text=ssn%3D123&limit=1")) == [other]
+    assert hidden in ids_on(get(site.ada, "/messages?text=ssn%3D123")), "an act on all matches would reach it"
+
+
 def test_a_bare_address_finds_all_messages_to_it_of_any_age(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

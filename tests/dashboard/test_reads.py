@@ -114,6 +114,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("COUNT_SEARCHED", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCHED", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_SENDING", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("SEARCH_KEYS", {"ids": [1, 2, 3], "text": "x"}, 3),
         ("SEARCH_AHEAD", {**NOWHERE.parameters(), "rows": ROWS, "after_id": 0, "through_id": 10**12}, ROWS),
         ("SEARCH_MESSAGES", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
         ("COUNT_SEARCHED", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
