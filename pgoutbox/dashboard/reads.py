@@ -493,9 +493,7 @@ def _search(
             return Found(messages, before_id, looked_at, is_deep=looked_at > most)
 
 
-def _visible(
-    connection: Connection, matches: list[ListedMessage], text: str, names_of: NamesOf
-) -> list[ListedMessage]:
+def _visible(connection: Connection, matches: list[ListedMessage], text: str, names_of: NamesOf) -> list[ListedMessage]:
     """Return the matches whose text is visible. The schema knows no names of a topic: a viewer could guess their values
     letter by letter."""
     doubtful = []
