@@ -2544,6 +2544,21 @@ def test_many_messages_of_one_queue_do_not_hide_those_behind_a_breaker(
     assert f"{BREAKER} 1+ messages" in get(site.vera, "/breakers").words
 
 
+def test_numbers_of_topics_and_breakers_say_if_further_queues_were_not_counted(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for queue in ("a", "b", "c"):
+        put(db, topic="mail", queue=queue)
+    wait_for_breaker(db, BREAKER, queue="a")
+    db.execute(OPEN_BREAKER, [BREAKER])
+    assert "mail 4 waiting" in get(site.vera, "/topics").words
+    assert f"{BREAKER} 1 messages" in get(site.vera, "/breakers").words
+    monkeypatch.setitem(reads.EACH_QUEUE, "queues", 2)
+    site.dashboard.forget()
+    assert "mail 3+ waiting" in get(site.vera, "/topics").words
+    assert f"{BREAKER} 1+ messages" in get(site.vera, "/breakers").words
+
+
 def test_the_overview_links_to_the_open_breakers(site: Site, db: psycopg.Connection) -> None:
     assert "open breaker" not in get(site.vera, "/").words
     for key in (BREAKER, "https://api.example.org"):

@@ -54,7 +54,8 @@ SELECT
     b.worker,
     b.last_error,
     coalesce(w.messages, 0) AS waiting_count,
-    (SELECT bool_or(every.is_capped) FROM waiting AS every) IS TRUE AS is_sample,
+    (SELECT bool_or(every.is_capped) FROM waiting AS every) IS TRUE
+        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_sample,
     w.queue,
     w.topic,
     -- True if each hold is that of the web host that gives the breaker its key, and if there are none.

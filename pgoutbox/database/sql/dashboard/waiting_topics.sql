@@ -1,5 +1,5 @@
 -- The pending messages of each topic: of each queue those that are due first. They are all there are, unless
--- `is_capped`: then more may wait behind them, of any topic.
+-- `is_capped`: then more may wait behind them or in further queues, of any topic.
 \ir _live_queue_names.sql
 , counted AS (
     SELECT
@@ -26,7 +26,8 @@ SELECT
     count(*) FILTER (WHERE c.available_at <= now()) AS due,
     (array_agg(c.id ORDER BY c.available_at, c.id))[1] AS first_id,
     max(c.id) FILTER (WHERE c.attempt_count > 0) AS tried_id,
-    (SELECT bool_or(every.is_capped) FROM counted AS every) AS is_capped
+    (SELECT bool_or(every.is_capped) FROM counted AS every)
+        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_capped
 FROM counted AS c
 GROUP BY c.topic
 ORDER BY c.topic
