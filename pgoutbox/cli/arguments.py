@@ -163,9 +163,18 @@ def parse_final_state(text: str) -> State:
 
 def parse_queue(text: str) -> str:
     """Parse a queue name."""
+    return _parse_name("queue", text)
+
+
+def parse_topic(text: str) -> str:
+    """Parse a topic name."""
+    return _parse_name("topic", text)
+
+
+def _parse_name(kind: str, text: str) -> str:
     if NAME.fullmatch(text) is None:
         raise typer.BadParameter(
-            f"{text!r} is not a queue name: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
+            f"{text!r} is not a {kind} name: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
         )
     return text
 

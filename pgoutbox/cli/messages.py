@@ -42,6 +42,7 @@ from pgoutbox.cli.program import (
     describe_pause,
     open_operator,
     print_messages,
+    print_paused_topics,
     read_settings,
     redacted_names_of,
     require_known_queue,
@@ -366,6 +367,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
         redirects = operator.redirects()
         counts = operator.count_messages(queue=queue)
         paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
+        paused_topics = operator.list_paused_topics()
         if not counts:
             require_known_queue(operator, queue)
     if as_json:
@@ -373,6 +375,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             {
                 "topics": [c._asdict() for c in counts],
                 "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
+                "paused_topics": [topic._asdict() for topic in paused_topics],
                 "breakers": [breaker._asdict() for breaker in open_breakers],
                 "redirects": redirects.as_json(),
             }
@@ -383,5 +386,6 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
         print_warning(redirect)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
+    print_paused_topics(paused_topics)
     for breaker in open_breakers:
         print_warning(f"circuit breaker {breaker.key} is open for {breaker.open_seconds:.0f} s: {breaker.last_error}")

@@ -19,7 +19,7 @@ from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
-from pgoutbox.operations import ListedMessage, Operator
+from pgoutbox.operations import ListedMessage, Operator, PausedTopic
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
@@ -130,6 +130,15 @@ def confirm_queue(operator: Operator, queue: str, action: str, *, yes: bool) -> 
         confirm(f"{action} it", yes=False)
 
 
+def confirm_topic(operator: Operator, topic: str, action: str, *, yes: bool) -> None:
+    """Warn of a topic that nothing has: its name may be wrong. On a terminal, ask before the act."""
+    if operator.is_known_topic(topic):
+        return
+    print_warning(f"topic {topic!r} is unknown to all workers and messages: check its name")
+    if sys.stdin.isatty() and not yes:
+        confirm(f"{action} it", yes=False)
+
+
 def describe_known_queues(operator: Operator) -> str:
     known = operator.known_queues()
     return f"known queues: {', '.join(known) or 'none'}"
@@ -143,6 +152,12 @@ def shorten(text: str | None) -> str | None:
 def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> str:
     until = "" if resume_at is None else f" until {resume_at.isoformat(timespec='seconds')}"
     return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
+
+
+def print_paused_topics(paused: Sequence[PausedTopic]) -> None:
+    """Print a warning for each of these topics: its messages wait."""
+    for one in paused:
+        print_warning(f"topic {one.topic} is {describe_pause(one.paused_at, one.resume_at)}")
 
 
 def _reason_of(message: ListedMessage) -> str | None:

@@ -1,22 +1,34 @@
-"""The commands on queues."""
+"""The commands on queues, and on the pauses of topics."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from psycopg.errors import InsufficientPrivilege
 
-from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, Yes, parse_count, parse_duration, parse_queue, parse_rate
+from pgoutbox.cli.arguments import (
+    MAX_RATE_COUNT,
+    Dsn,
+    Json,
+    Yes,
+    parse_count,
+    parse_duration,
+    parse_queue,
+    parse_rate,
+    parse_topic,
+)
 from pgoutbox.cli.console import pluralize, print_json, print_line, print_table, print_warning
 from pgoutbox.cli.program import (
     app,
     confirm_queue,
+    confirm_topic,
     describe_pause,
     open_operator,
+    print_paused_topics,
     read_settings,
     require_known_queue,
 )
@@ -24,11 +36,20 @@ from pgoutbox.database import operator_connection
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.operations import Operator, QueueControls, Rate, activity
 
+PausedQueue = Annotated[
+    str | None, typer.Argument(parser=parse_queue, metavar="[QUEUE]", help="Name of the queue; or give --topic.")
+]
+OfTopic = Annotated[
+    str | None,
+    typer.Option("--topic", parser=parse_topic, metavar="TOPIC", help="In place of a queue: a topic, in all queues."),
+]
+
 
 @app.command()
 def pause(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
+    queue: PausedQueue = None,
     *,
+    topic: OfTopic = None,
     duration: Annotated[
         timedelta | None,
         typer.Option(
@@ -42,44 +63,64 @@ def pause(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Stop the claims of a queue.
+    """Stop the claims of a queue or a topic.
 
-    Messages in flight continue, and enqueuing is not affected. On a terminal it asks about a queue without messages.
+    Messages in flight continue, and enqueuing is not affected. On a terminal it asks about a queue without messages,
+    and about an unknown topic.
     """
+    kind, name = _paused_one(queue, topic)
     with open_operator(read_settings(dsn)) as operator:
-        confirm_queue(operator, queue, "pause", yes=yes)
-        paused_at, resume_at = operator.pause(queue, duration=duration)
+        if kind == "topic":
+            confirm_topic(operator, name, "pause", yes=yes)
+            paused_at, resume_at = operator.pause_topic(name, duration=duration)
+        else:
+            confirm_queue(operator, name, "pause", yes=yes)
+            paused_at, resume_at = operator.pause(name, duration=duration)
     if as_json:
-        print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
+        print_json({kind: name, "paused_at": paused_at, "resume_at": resume_at})
     else:
-        print_line(f"queue {queue}: {describe_pause(paused_at, resume_at)}")
+        print_line(f"{kind} {name}: {describe_pause(paused_at, resume_at)}")
 
 
 @app.command()
 def resume(
-    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")],
+    queue: PausedQueue = None,
     *,
+    topic: OfTopic = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Resume the claims of a paused queue.
+    """Resume the claims of a paused queue or topic.
 
-    Prints the number of due messages, and warns if no running worker serves the queue.
+    Prints the number of due messages, and warns if no running worker serves the queue or the topic.
     """
+    kind, name = _paused_one(queue, topic)
     settings = read_settings(dsn)
     with open_operator(settings) as operator:
-        resumed = operator.resume(queue)
-        if not resumed:
-            require_known_queue(operator, queue)
+        resumed = operator.resume(name) if kind == "queue" else operator.resume_topic(name)
+        if not resumed and kind == "queue":
+            require_known_queue(operator, name)
+        elif not resumed and not operator.is_known_topic(name):
+            raise ConfigurationError(f"no topic {name!r}: it is unknown to all workers and messages; check its name")
     with operator_connection.connect(settings, read_only=True) as connection:
-        due, is_served = activity.queue_supply(connection, queue)
+        due, is_served = activity.supply(connection, queue=queue, topic=topic)
     if as_json:
-        print_json({"queue": queue, "resumed": resumed, "due": due, "is_served": is_served})
+        print_json({kind: name, "resumed": resumed, "due": due, "is_served": is_served})
         return
     count = f"{due:,} or more messages" if due == activity.MAX_DUE else pluralize(due, "message")
-    print_line(f"queue {queue}: {'resumed' if resumed else 'was not paused'}; due: {count}")
+    print_line(f"{kind} {name}: {'resumed' if resumed else 'was not paused'}; due: {count}")
     if is_served is False:
-        print_warning(f"no running worker serves queue {queue}; start one: pgoutbox worker --queue {queue}")
+        start = f"pgoutbox worker --queue {name}" if kind == "queue" else "pgoutbox worker, with a handler for it"
+        print_warning(f"no running worker serves {kind} {name}; start one: {start}")
+
+
+def _paused_one(queue: str | None, topic: str | None) -> tuple[Literal["queue", "topic"], str]:
+    """Return what a pause is about, and its name."""
+    if queue is not None and topic is None:
+        return "queue", queue
+    if topic is not None and queue is None:
+        return "topic", topic
+    raise typer.BadParameter("give a queue or --topic, and not both")
 
 
 @app.command()
@@ -149,10 +190,15 @@ def _limit_ceiling(operator: Operator, queue: str, at_most: Rate | None) -> None
 
 @app.command()
 def queues(*, dsn: Dsn = None, as_json: Json = False) -> None:
-    """List the queues that are paused or limited."""
+    """List the queues that are paused or limited.
+
+    Warns of paused topics.
+    """
     with open_operator(read_settings(dsn), read_only=True) as operator:
         found = operator.list_queues()
+        paused_topics = operator.list_paused_topics()
     _print_queues(found, as_json=as_json)
+    print_paused_topics(paused_topics)
 
 
 def _print_queues(found: Sequence[QueueControls], *, as_json: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Final
 from pgoutbox.catalogue import TopicFacts, describe_topics
 from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
 from pgoutbox.cli.console import print_json, print_note, print_table
-from pgoutbox.cli.program import app, open_operator, read_settings
-from pgoutbox.operations import TopicCounts
+from pgoutbox.cli.program import app, open_operator, print_paused_topics, read_settings
+from pgoutbox.operations import PausedTopic, TopicCounts
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS
 
 _COLUMNS: Final = (
@@ -22,12 +22,12 @@ def topics(*, where: App = None, dsn: Dsn = None, as_json: Json = False) -> None
     """List the topics of the application with their settings. With --json one document per topic.
 
     `computed` names the options that the definition computes from the payload. Without --app and PGOUTBOX_APP, the
-    topics of the messages in the database are listed and counted; this reads all messages.
+    topics of the messages in the database are listed and counted, with their pauses; this reads all messages.
     """
     settings = read_settings(dsn, app=where)
     if settings.app is None:
         with open_operator(settings, read_only=True) as operator:
-            _print_counts(operator.count_messages(), as_json=as_json)
+            _print_counts(operator.count_messages(), operator.list_paused_topics(), as_json=as_json)
         return
     found = describe_topics(load_outbox(settings.app))
     if as_json:
@@ -60,14 +60,23 @@ def _row(facts: TopicFacts) -> tuple[object, ...]:
     )
 
 
-def _print_counts(counts: list[TopicCounts], *, as_json: bool) -> None:
+def _print_counts(counts: list[TopicCounts], paused: list[PausedTopic], *, as_json: bool) -> None:
     print_note("these topics have messages in the database; --app or PGOUTBOX_APP lists those of the application")
+    pauses = {one.topic: one for one in paused}
     rows: list[dict[str, Any]] = [
-        {"topic": c.topic, "queue": c.queue, "unfinished": c.due + c.scheduled + c.sending, "failed": c.failed}
+        {
+            "topic": c.topic,
+            "queue": c.queue,
+            "unfinished": c.due + c.scheduled + c.sending,
+            "failed": c.failed,
+            "is_paused": c.topic in pauses,
+        }
         for c in counts
     ]
     if as_json:
         for row in rows:
             print_json(row)
         return
-    print_table(("topic", "queue", "unfinished", "failed"), [tuple(row.values()) for row in rows])
+    columns = ("topic", "queue", "unfinished", "failed")
+    print_table(columns, [tuple(row[column] for column in columns) for row in rows])
+    print_paused_topics(paused)

@@ -240,6 +240,10 @@ class Store:
         """Return how many messages are due in each of these queues, at most 10,000; without queues that have none."""
         return dict(await self.claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": queues}))
 
+    async def count_due_in_pauses(self, queues: Sequence[str], topics: Sequence[str]) -> dict[str, int]:
+        """Return how many messages of each of these topics are due while it is paused, at most 10,000."""
+        return dict(await self.claims.fetch(sql.COUNT_DUE_BY_PAUSED_TOPIC, {"queues": queues, "topics": topics}))
+
     async def close(self) -> None:
         """Close all connections."""
         for connection in (self.claims, self.attempts, self.alerts):

@@ -279,6 +279,8 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
         what = f"queue {queue['queue']}: {_count_of(queue)} due, the oldest for {duration(queue['oldest_seconds'])}"
         if queue["halted"] and queue["free"]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
+        if 0 < queue["paused"] * 2 <= queue["free"]:
+            what = f"{what}, {queue['paused']} of them of paused topics: {join_names(queue['paused_topics'])}"
         note = _cause_of_limits(context, queue, what) or _cause_of_workers(context, queue, running, runs, what)
         note = note._replace(messages=_count_of(queue))
         if note.code == "due-without-worker":
@@ -340,6 +342,16 @@ def _cause_of_limits(context: DoctorContext, queue: DictRow, what: str) -> Note 
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}", queue=name)
+    if queue["paused"] * 2 > queue["free"]:
+        topics = queue["paused_topics"]
+        return warning(
+            "due-paused",
+            f"{what}: {queue['paused']} of them of paused topics: {join_names(topics)}",
+            why,
+            f"pgoutbox resume --topic {topics[0]}",
+            queue=name,
+            topic=topics[0],
+        )
     if queue["free"] == 0 and not queue["halted"]:
         return warning(
             "due-behind-earlier",

@@ -188,7 +188,10 @@ class Doorbell:
     # --- notifications
 
     def _receive(self, connection: Connection, sender: int, channel: str, message: str) -> None:
-        """Producers send the queue. A prefix says that something else has become claimable, or that a watch polls."""
+        """Producers send the queue. A prefix says that something else has become claimable, or that a watch polls.
+
+        Without a queue, it has become claimable in all queues.
+        """
         if sender == connection.pgconn.backend_pid:
             return
         prefix, _, queue = message.rpartition(" ")
@@ -199,7 +202,7 @@ class Doorbell:
             if self._turn.locked() or standing == _WATCH or (standing == _RELIES and not prefix):
                 self._around.wake()
         elif prefix or standing != _RELIES:
-            self._around.want(queue)
+            self._around.want(queue or None)
 
     def _read(self, connection: Connection) -> None:
         try:

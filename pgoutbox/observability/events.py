@@ -40,7 +40,7 @@ class LogEvent(enum.StrEnum):
     WORKER_LEFT_OUT = "worker_left_out"
     """Under the pytest plugin a `lifespan` starts no worker: a test delivers itself."""
     RUN_DONE = "run_done"
-    """A run of `worker --once` or `--drain` has ended. It counts outcomes, and due messages of unserved queues."""
+    """A run of `worker --once` or `--drain` has ended. It counts outcomes, and the due messages that it left."""
     CLAIMED = "claimed"
     """Attempts begun."""
     SENT = "sent"

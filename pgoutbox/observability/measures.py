@@ -109,7 +109,7 @@ MESSAGES: Final = Metric(
 )  # fmt: skip
 OLDEST_DUE: Final = Metric(
     "oldest_due_seconds", Kind.GAUGE, ("queue", "paused"),
-    "Waiting time of the oldest due message; 0 without one. `paused` is true while the queue is paused.",
+    "Waiting time of the oldest due message; 0 without one. `paused` is true for a paused queue or topic.",
 )  # fmt: skip
 OLDEST_UNDELIVERED: Final = Metric(
     "oldest_undelivered_seconds", Kind.GAUGE, ("queue",),

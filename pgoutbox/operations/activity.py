@@ -60,8 +60,11 @@ class WorkerActivity(NamedTuple):
     address: str | None
 
 
-class QueueSupply(NamedTuple):
-    """The due messages of a queue, at most `MAX_DUE`, and whether a running worker serves it; None if nobody knows."""
+class Supply(NamedTuple):
+    """The due messages of a queue or a topic, at most `MAX_DUE`, and whether a running worker serves it.
+
+    `is_served` is None if nobody knows.
+    """
 
     due: int
     is_served: bool | None
@@ -101,10 +104,10 @@ def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivit
     return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
 
 
-def queue_supply(connection: psycopg.Connection[TupleRow], queue: str) -> QueueSupply:
-    """Return what a queue has to do, and whether it has a worker."""
-    (row,) = fetch(connection, sql.QUEUE_SUPPLY, {"queue": queue, "cap": MAX_DUE})
-    return QueueSupply._make(row)
+def supply(connection: psycopg.Connection[TupleRow], *, queue: str | None = None, topic: str | None = None) -> Supply:
+    """Return what a queue or a topic has to do, and whether it has a worker."""
+    (row,) = fetch(connection, sql.SUPPLY, {"queue": queue, "topic": topic, "cap": MAX_DUE})
+    return Supply._make(row)
 
 
 class Follower:

@@ -1,4 +1,4 @@
-"""`Operator`: one method for each thing that people do to messages, queues, retention rules and circuit breakers.
+"""`Operator`: one method for each thing that people do to messages, queues, topics, retention rules and breakers.
 
 Each call is a transaction of its own; a bulk act commits each batch. So an interruption loses no reported result. Every
 write checks the expected state in SQL: it reports a concurrent change by a worker or another operator, and never
@@ -64,6 +64,7 @@ from pgoutbox.operations.records import (
     MessageFilter,
     OpenBreaker,
     Pause,
+    PausedTopic,
     Progress,
     PruneTotals,
     QueueControls,
@@ -106,7 +107,7 @@ class _Act:
 
 
 class Operator:
-    """Act on messages, queues, retention rules and circuit breakers, and read them.
+    """Act on messages, queues, topics, retention rules and circuit breakers, and read them.
 
         with Operator("postgresql:///shop", actor="ada@example.org") as operator:
             operator.redrive(42)
@@ -589,6 +590,25 @@ class Operator:
     def resume(self, queue: str) -> bool:
         """Allow claims again and wake a worker. Return False if the queue was not paused."""
         return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act()))
+
+    def list_paused_topics(self) -> list[PausedTopic]:
+        """Return the paused topics, by name."""
+        return [PausedTopic._make(row) for row in self._fetch(sql.LIST_PAUSED_TOPICS)]
+
+    def pause_topic(self, topic: str, *, duration: timedelta | None = None) -> Pause:
+        """Stop all claims of the messages of a topic, in every queue, for some time or until `resume_topic`.
+
+        Messages in flight continue, and enqueue is not affected. Messages that expire, are cancelled or superseded
+        end. Messages behind a paused one of their ordering key wait for it. `duration` is from 1 second to 10 years.
+        Raises `ArgumentError`.
+        """
+        seconds = None if duration is None else duration.total_seconds()
+        return Pause._make(*self._act(sql.PAUSE_TOPIC, {"topic": topic, "seconds": seconds}, _Act()))
+
+    def resume_topic(self, topic: str) -> bool:
+        """Allow claims of a topic again and wake the workers. Return False if the topic was not paused."""
+        ((was_paused,),) = self._act(sql.RESUME_TOPIC, {"topic": topic}, _Act())
+        return bool(was_paused)
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.

@@ -121,8 +121,19 @@ class Batch:
 
 
 class Pause(NamedTuple):
-    """A pause of a queue. Without `resume_at` it lasts until the queue is resumed."""
+    """A pause of a queue or a topic. Without `resume_at` it lasts until an operator resumes the queue or the topic."""
 
+    paused_at: datetime
+    resume_at: datetime | None
+
+
+class PausedTopic(NamedTuple):
+    """A paused topic. Without `resume_at` the pause lasts until an operator resumes the topic.
+
+    The fields have the order of LIST_PAUSED_TOPICS.
+    """
+
+    topic: str
     paused_at: datetime
     resume_at: datetime | None
 
@@ -239,7 +250,7 @@ class ListedMessage(NamedTuple):
 # In sentences, the reasons of `pgoutbox.waiting_view`.
 WAITS: Final = {
     "superseded": "a newer message of its coalesce key takes its place",
-    "paused": "its queue is paused",
+    "paused": "its queue or its topic is paused",
     "scheduled": "its time has not come",
     "retry": "for the pause before its next attempt",
     "breaker": "the circuit breaker of its receiver is open",

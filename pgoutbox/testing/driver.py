@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MISSING = object()
 _PACKAGE: Final = str(Path(__file__).parents[1])
 
-# Keys and contents have no foreign keys, so the order does not matter. Queues keep their pauses and limits.
+# Keys and contents have no foreign keys, so the order does not matter. Queues and topics keep their pauses and limits.
 _CLEAR: Final = """
 DELETE FROM pgoutbox.message;
 DELETE FROM pgoutbox.content;
@@ -255,7 +255,8 @@ class OutboxDriver:
     def clear(self) -> None:
         """Delete all messages with their keys and attempts, and forget the deliveries.
 
-        For a database that is not created for each test. Queues keep their limits and pauses. `answer_with` is reset.
+        For a database that is not created for each test. Queues and topics keep their limits and pauses.
+        `answer_with` is reset.
         """
         with self._connect() as connection:
             connection.execute(_CLEAR)

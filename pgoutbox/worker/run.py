@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -414,20 +415,25 @@ class WorkerRun:
 
     async def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
-        left: Mapping[str, int] = {}
-        if unserved := sorted(set(self._setup.unserved.values())):
-            with contextlib.suppress(psycopg.Error, OSError):  # The run itself has ended well.
-                left = await self.state.store.count_due(unserved)
+        state, left, paused = self.state, Counter[str](), Counter[str]()
+        with contextlib.suppress(psycopg.Error, OSError):  # The run itself has ended well.
+            if unserved := sorted(set(self._setup.unserved.values())):
+                left.update(await state.store.count_due(unserved))
+            paused.update(await state.store.count_due_in_pauses(state.queues.names, state.topics))
+        text = "run done"
+        if left:
+            text += "; messages are left due in queues that it does not serve: name them with --queue"
+        if paused:
+            text += "; messages of paused topics are left due: pgoutbox resume --topic"
         self._telemetry.report(
             logging.INFO,
             LogEvent.RUN_DONE,
-            "run done; messages are left due in queues that it does not serve: name them with --queue"
-            if left
-            else "run done",
-            worker=self.state.store.worker,
+            text,
+            worker=state.store.worker,
             **counts,
-            left_due=sum(left.values()),
+            left_due=left.total() + paused.total(),
             left_queues=list(left),
+            left_topics=list(paused),
         )
 
 

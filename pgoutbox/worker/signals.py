@@ -40,8 +40,10 @@ class Signals:
         return self.due_seconds
 
     def note_notification(self, queue: str | None) -> None:
-        """Claim from a queue, or with None from all: messages may have become claimable."""
-        if self.kernel is not None:
+        """Claim from a queue: messages may have become claimable. With None, look for everything again."""
+        if queue is None:
+            self.poll_all_lanes()
+        elif self.kernel is not None:
             self.kernel.want(queue)
 
     def poll_all_lanes(self) -> None:

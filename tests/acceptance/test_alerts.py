@@ -7,7 +7,7 @@ import re
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, LiteralString
 
 import psycopg
 import pytest
@@ -246,10 +246,18 @@ async def test_a_backlog_too_large_to_count_is_still_a_page(
     scrapes.assert_firing({"PgoutboxDueMessagesWait": "page"} | WATCHDOG)
 
 
+@pytest.mark.parametrize(
+    "pause",
+    [
+        "INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())",
+        "SELECT pgoutbox.pause_topic('greet')",
+    ],
+    ids=["queue", "topic"],
+)
 async def test_a_forgotten_pause_is_a_ticket_and_no_page(
-    worker: Worker, db: psycopg.Connection, scrapes: Scrapes
+    worker: Worker, db: psycopg.Connection, scrapes: Scrapes, pause: LiteralString
 ) -> None:
-    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    db.execute(pause)
     waiting = enqueue(db)
     async with running(worker):
         await started(worker)

@@ -320,6 +320,7 @@ def history(server: Server, template_of_today: Callable[[], str]) -> Iterator[ps
         enqueue(connection, "mail.password_reset", coalesce_key="ada@example.org")
         finish_sent(connection, *((row.id, row.attempt_count) for row in claimed if row.state == "sending"))
         connection.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+        connection.execute("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('mail.digest')")
         connection.execute(
             "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
             " VALUES ('smtp:mail.example.org:587', now(), 30, 'w', 'refused')"

@@ -245,6 +245,9 @@ class TestUsage:
             ("enqueue", "mail", "--header", "x=1", "--header", "x=2"),
             ("enqueue", "mail", "--delay", "-5m"),
             ("pause", "No Queue"),
+            ("pause", "--topic", "mail.*"),
+            ("pause",),
+            ("resume", "mail", "--topic", "mail"),
             ("worker", "--once", "--drain"),
             ("worker", "--once", "--processes", "2"),
             ("worker", "--processes", "0"),
@@ -446,7 +449,11 @@ class TestTopics:
         done = cli("topics")
         assert done.out.splitlines() == ["topic\tqueue\tunfinished\tfailed", "mail\tdefault\t2\t1"]
         assert "--app or PGOUTBOX_APP lists those of the application" in done.err
-        assert cli("topics", "--json").json == {"topic": "mail", "queue": "default", "unfinished": 2, "failed": 1}
+        counted = {"topic": "mail", "queue": "default", "unfinished": 2, "failed": 1}
+        assert cli("topics", "--json").json == counted | {"is_paused": False}
+        cli("pause", "--topic", "mail")
+        assert cli("topics", "--json").json == counted | {"is_paused": True}
+        assert "warning: topic mail is paused since" in cli("topics").err
 
 
 class TestEnqueue:
@@ -843,7 +850,11 @@ class TestLooking:
         (topic,) = stats["topics"]
         assert (topic["queue"], topic["topic"], topic["due"], topic["failed"]) == ("default", "mail", 1, 1)
         assert [paused["queue"] for paused in stats["paused"]] == ["default"]
+        assert stats["paused_topics"] == []
         assert "queue default is paused since" in cli("stats").err
+        cli("pause", "--topic", "mail")
+        assert [paused["topic"] for paused in cli("stats", "--json").json["paused_topics"]] == ["mail"]
+        assert "topic mail is paused since" in cli("stats").err
 
     @pytest.mark.slow
     def test_stats_names_open_breakers(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
@@ -1255,6 +1266,27 @@ class TestDeciding:
         )
         again = cli("resume", "default", "--json").json
         assert again == {"queue": "default", "resumed": False, "due": 1, "is_served": False}
+
+    def test_pause_and_resume_a_topic(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database, queue="bulk")
+        put(database)
+        paused = cli("pause", "--topic", "mail", "--for", "2h", "--json").json
+        start, end = (datetime.fromisoformat(paused[name]) for name in ("paused_at", "resume_at"))
+        assert (paused["topic"], end - start) == ("mail", timedelta(hours=2))
+        assert "topic mail is paused since" in cli("queues").err
+        resumed = cli("resume", "--topic", "mail")
+        assert resumed.out == "topic mail: resumed; due: 2 messages\n"
+        assert "no running worker serves topic mail" in resumed.err
+        database.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{bulk}', '{mail}')")
+        again = cli("resume", "--topic", "mail", "--json").json
+        assert again == {"topic": "mail", "resumed": False, "due": 2, "is_served": True}
+
+    def test_an_unknown_topic_is_told(self, cli: Callable[..., Done]) -> None:
+        assert cli("resume", "--topic", "mial").err.startswith("error: no topic 'mial'")
+        done = cli("pause", "--topic", "mial")
+        assert done.exit_code == 0
+        assert done.err == "warning: topic 'mial' is unknown to all workers and messages: check its name\n"
+        assert cli("resume", "--topic", "mial").out == "topic mial: resumed; due: 0 messages\n"
 
     @pytest.mark.slow
     def test_resume_knows_the_workers_of_the_queue(

@@ -511,7 +511,7 @@ def test_the_list_says_why_messages_wait(site: Site, db: psycopg.Connection) -> 
     assert page.words.count("pending, waits: ") == 2
     assert "pending, waits: paused mail bulk 0/4 just now just now" in page.words
     assert "pending, waits: no worker mail default" in page.words
-    assert "Waits: its queue is paused" in page.values("span", "title")
+    assert "Waits: its queue or its topic is paused" in page.values("span", "title")
 
 
 def test_a_message_links_to_the_messages_with_the_same_values(site: Site, db: psycopg.Connection) -> None:
@@ -879,7 +879,7 @@ def test_a_message_tells_why_it_waits_until_when_and_where_that_ends(site: Site,
         "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '2 h')"
     )
     page = get(site.ada, f"/messages/{message_id}")
-    assert "Waits: its queue is paused (see the queue); until in 1 h." in page.words
+    assert "Waits: its queue or its topic is paused (see the queue); until in 1 h." in page.words
     assert "/queues?queue=default" in page.values("a", "href")
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day'")
     assert "Deliver now" in get(site.ada, f"/messages/{message_id}").words
@@ -2722,7 +2722,7 @@ def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Con
         ),
         (
             "INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())",
-            "Waits: its queue is paused (see the queue).",
+            "Waits: its queue or its topic is paused (see the queue).",
         ),
     ],
 )

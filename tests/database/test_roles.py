@@ -58,7 +58,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 VIEWS: Final = (
     "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
     "queue_view", "redirect_view",
-    "retention_view", "waiting_view", "worker_view",
+    "retention_view", "topic_pause_view", "waiting_view", "worker_view",
 )  # fmt: skip
 
 LIMITED: Final = (
@@ -85,6 +85,8 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "blackout_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
+        "topic_pause": "SELECT",
+        "topic_pause_view": "SELECT",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "maintenance_run": "SELECT",
@@ -174,6 +176,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "announce_act",
         "set_retention",
         "unset_retention",
+        "pause_topic",
+        "resume_topic",
         "cancel",
         "cancel_all",
         "cancel_by_key",
@@ -531,6 +535,9 @@ LOOKS_AT_PAYLOADS: Final = (
 CONTROLS: Final = (
     "UPDATE pgoutbox.queue SET paused_at = now()",
     "INSERT INTO pgoutbox.queue (name) VALUES ('bulk')",
+    "SELECT pgoutbox.pause_topic('mail')",
+    "SELECT pgoutbox.resume_topic('mail')",
+    "INSERT INTO pgoutbox.topic_pause (topic) VALUES ('mail')",
     "SELECT pgoutbox.set_retention('*', 'sent', '0 s')",
     "SELECT pgoutbox.unset_retention('*', 'sent')",
     "DELETE FROM pgoutbox.retention",
@@ -850,6 +857,9 @@ def test_an_operator_can_run_every_operator_action(
     Operator(operator).limit_rate("default", Rate(3, 60))
     Operator(operator).limit_in_flight("default", 3)
     assert Operator(operator).resume("default")
+    Operator(operator).pause_topic("mail", duration=timedelta(hours=1))
+    assert [one.topic for one in Operator(operator).list_paused_topics()] == ["mail"]
+    assert Operator(operator).resume_topic("mail")
     assert [one.queue for one in Operator(operator).list_queues()] == ["default"]
     Operator(operator).set_retention("*", "sent", timedelta(days=1))
     assert len(Operator(operator).retention_rules()) == 1
@@ -899,6 +909,7 @@ def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection:
 LOOKING: Final = (["list"], ["show", "1"], ["stats"], ["retention"])
 ACTING: Final = (
     ["enqueue", "mail"], ["redrive", "1"], ["cancel", "1"], ["resend", "2"], ["pause", "bulk"], ["resume", "bulk"],
+    ["pause", "--topic", "mail"], ["resume", "--topic", "mail"],
     ["limit", "bulk", "--rate", "3/1m"], ["retention", "set", "*", "sent", "30d"],
     ["prune", "--older-than", "1d", "--yes"],
 )  # fmt: skip
@@ -1108,6 +1119,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox.close_breaker('k')"),
     (OPERATOR, "SELECT pgoutbox.set_redirect('a@b.example')"),
     (OPERATOR, "SELECT pgoutbox.clear_redirect()"),
+    (OPERATOR, "SELECT FROM pgoutbox.pause_topic('mail', '1 h')"),
+    (OPERATOR, "SELECT pgoutbox.resume_topic('news')"),
     (OPERATOR, "SELECT pgoutbox.set_retention('mail', 'sent', '1 day')"),
     (OPERATOR, "SELECT pgoutbox.unset_retention('*', 'sent')"),
     (OPERATOR, "SELECT FROM pgoutbox.erase(ids => '{1}')"),
@@ -1127,6 +1140,7 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
     rolled_back.execute(
         f"{LIMITED}; INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')"
     )
+    rolled_back.execute("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('news')")
     rolled_back.execute(TRAPS)
     rolled_back.execute("DISCARD PLANS")
     return rolled_back

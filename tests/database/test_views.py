@@ -57,6 +57,32 @@ def a_pause_is_over(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db, queue="q"), ("due", None, None)
 
 
+def its_topic_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.pause_topic('greet', '90 s')")
+    return enqueue(db), ("paused", None, 90)
+
+
+def its_queue_and_its_topic_are_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    """It waits for both ends."""
+    db.execute("SELECT pgoutbox.pause_topic('greet', '90 s')")
+    return a_queue_is_paused(db)[0], ("paused", None, 90)
+
+
+def one_of_its_pauses_has_no_end(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.pause_topic('greet')")
+    return a_queue_is_paused(db)[0], ("paused", None, None)
+
+
+def another_topic_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.pause_topic('other')")
+    return enqueue(db), ("due", None, None)
+
+
+def the_pause_of_its_topic_is_over(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.topic_pause (topic, resume_at) VALUES ('greet', now() - interval '1 s')")
+    return enqueue(db), ("due", None, None)
+
+
 def it_is_for_later(db: psycopg.Connection) -> tuple[int, Expected]:
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [message_id])
@@ -200,7 +226,9 @@ def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int,
 
 
 SITUATIONS = (
-    a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
+    a_queue_is_paused, a_pause_is_over, its_topic_is_paused, its_queue_and_its_topic_are_paused,
+    one_of_its_pauses_has_no_end, another_topic_is_paused, the_pause_of_its_topic_is_over, it_is_for_later,
+    it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
     its_destination_is_stalled, its_transport_is_unavailable, its_payload_is_unreadable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,

@@ -1045,6 +1045,23 @@ class TestDue:
         db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
         expect(found(dsn, "due"), Level.WARNING, "due-paused", "pgoutbox resume default")
 
+    def test_a_pause_of_a_topic_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        """Also if only one message of it is first in its ordering key."""
+        for key in ("k", "k", None):
+            enqueue(db, ordering_key=key)
+        db.execute(HOUR_AGO)
+        db.execute("SELECT pgoutbox.pause_topic('greet')")
+        expect(found(dsn, "due"), Level.WARNING, "due-paused", "topics: greet", "pgoutbox resume --topic greet")
+        db.execute("SELECT pgoutbox.resume_topic('greet')")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker")
+
+    def test_a_paused_topic_hides_no_other_cause(self, dsn: str, db: psycopg.Connection) -> None:
+        for topic in ("mail", "mail", "digest"):
+            enqueue(db, topic)
+        db.execute(HOUR_AGO)
+        db.execute("SELECT pgoutbox.pause_topic('digest')")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "1 of them of paused topics: digest")
+
     def test_an_ended_pause_is_not_a_reason(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)

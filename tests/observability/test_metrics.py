@@ -325,6 +325,23 @@ def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: 
     }
 
 
+def test_messages_of_paused_topics_count_as_paused_and_hide_no_others(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("SELECT pgoutbox.pause_topic('digest')")
+    for kind in ({"queue": "fresh"}, {"queue": "ordered", "ordering_key": "k"}, {"queue": "alone"}):
+        age(db, "available_at", 300, *(enqueue(db, "digest", **kind) for _ in range(3)))  # type: ignore[arg-type]
+        if kind["queue"] != "alone":
+            age(db, "available_at", 100, enqueue(db, **kind))  # type: ignore[arg-type]
+    samples = Backlog(settings_for(dsn)).ask().result().samples[OLDEST_DUE]
+    assert {sample.labels: int(sample.value // 100) * 100 for sample in samples} == {
+        ("alone", "false"): 0,
+        ("alone", "true"): 300,
+        ("fresh", "false"): 100,
+        ("fresh", "true"): 300,
+        ("ordered", "false"): 100,
+        ("ordered", "true"): 300,
+    }
+
+
 def test_the_oldest_attempt_in_flight_is_known_by_topic_and_queue(dsn: str, db: psycopg.Connection) -> None:
     def began_ago(seconds: int, *message_ids: int) -> None:
         parameters = {"seconds": seconds, "ids": list(message_ids)}

@@ -75,6 +75,8 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
     Operator(rolled_back).limit_in_flight("mail", None)
     Operator(rolled_back).set_retention("greet", "sent", None)
     Operator(rolled_back).unset_retention("greet", "sent")
+    Operator(rolled_back).pause_topic("greet")
+    Operator(rolled_back).resume_topic("greet")
     paused, *told = [(act.action, act.queue, act.details) for act in reversed(Operator(rolled_back).list_acts())]
     assert (*paused[:2], list(paused[2] or ())) == ("pause", "mail", ["resume_at"])
     assert told == [
@@ -84,6 +86,8 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
         ("limit", "mail", {"max_in_flight": "none"}),
         ("retention", None, {"topic": "greet", "state": "sent", "keep_seconds": "for ever"}),
         ("retention", None, {"topic": "greet", "state": "sent", "keep_seconds": "no rule"}),
+        ("pause", None, {"topic": "greet"}),
+        ("resume", None, {"topic": "greet"}),
     ]
 
 
@@ -93,6 +97,7 @@ def test_an_action_without_effect_is_not_recorded(rolled_back: psycopg.Connectio
     Operator(rolled_back).cancel(sent)
     Operator(rolled_back).cancel(put(rolled_back, State.CANCELLED))
     Operator(rolled_back).resume("mail")
+    Operator(rolled_back).resume_topic("mail")
     Operator(rolled_back).unset_retention("greet", "sent")
     Operator(rolled_back).prune(timedelta(days=300))
     Operator(rolled_back).resend(put(rolled_back, State.FAILED))
@@ -197,6 +202,8 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
             "SELECT pgoutbox.unset_retention('*', 'sent')",
             ("retention", None, None, None, {"topic": "*", "state": "sent", "keep_seconds": "no rule"}),
         ),
+        ("SELECT pgoutbox.pause_topic('mail')", ("pause", None, None, None, {"topic": "mail"})),
+        ("SELECT pgoutbox.resume_topic('news')", ("resume", None, None, None, {"topic": "news"})),
         ("SELECT pgoutbox.close_breaker('smtp')", ("breaker", None, None, None, {"key": "smtp"})),
         (
             "SELECT pgoutbox.set_redirect('@t.example', '1 hour')",
@@ -213,6 +220,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
             "pending": put(owner, coalesce_key="k", destination="mailto:ann@example.org"),
         }
         owner.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+        owner.execute("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('news')")
         owner.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('*', 'sent')")
         owner.execute(
             """

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
+from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import (
     ActResult,
@@ -748,3 +748,58 @@ class TestQueues:
         with sleeping_worker(connect, "limited") as rings:
             Operator(operator).resume("default")
             assert rings() == ["all default"]
+
+
+class TestPausedTopics:
+    def test_a_second_pause_keeps_the_first_time_and_sets_the_new_end(self, operator: psycopg.Connection) -> None:
+        paused_at, resume_at = Operator(operator).pause_topic("mail.digest")
+        assert resume_at is None
+        again, end = Operator(operator).pause_topic("mail.digest", duration=timedelta(hours=1))
+        assert again == paused_at
+        assert end is not None
+        assert timedelta(minutes=59) < end - paused_at < timedelta(hours=2)
+        assert Operator(operator).list_paused_topics() == [("mail.digest", paused_at, end)]
+        assert Operator(operator).pause_topic("mail.digest") == (paused_at, None)
+
+    def test_a_pause_that_has_ended_by_itself_does_not_count(self, operator: psycopg.Connection) -> None:
+        former, _ = Operator(operator).pause_topic("mail.digest", duration=timedelta(minutes=1))
+        operator.execute("UPDATE pgoutbox.topic_pause SET resume_at = now() - interval '1 s'")
+        assert Operator(operator).list_paused_topics() == []
+        again, _ = Operator(operator).pause_topic("mail.digest")
+        assert again > former
+        operator.execute("UPDATE pgoutbox.topic_pause SET resume_at = now() - interval '1 s'")
+        assert not Operator(operator).resume_topic("mail.digest")
+
+    def test_resume_reports_if_the_topic_was_paused(self, rolled_back: psycopg.Connection) -> None:
+        Operator(rolled_back).pause_topic("mail.digest")
+        assert not Operator(rolled_back).resume_topic("mail")
+        assert Operator(rolled_back).resume_topic("mail.digest")
+        assert not Operator(rolled_back).resume_topic("mail.digest")
+        assert Operator(rolled_back).list_paused_topics() == []
+
+    @pytest.mark.parametrize(
+        ("topic", "seconds", "problem"),
+        [
+            ("Mail", None, "topic: must be 1 to 63 of"),
+            ("mail.*", None, "topic: must be 1 to 63 of"),
+            ("m" * 64, None, "topic: must be 1 to 63 of"),
+            ("mail", 0.5, "duration: must be from 1 second to 10 years"),
+            ("mail", -60, "duration: must be from 1 second to 10 years"),
+            ("mail", 1e9, "duration: must be from 1 second to 10 years"),
+        ],
+    )
+    def test_an_invalid_pause_is_refused(
+        self, rolled_back: psycopg.Connection, topic: str, seconds: float | None, problem: str
+    ) -> None:
+        duration = None if seconds is None else timedelta(seconds=seconds)
+        with pytest.raises(ArgumentError, match=f"^{problem}"):
+            Operator(rolled_back).pause_topic(topic, duration=duration)
+
+    def test_a_resume_and_a_pause_with_an_end_wake_the_sleeping_workers_of_all_queues(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        with sleeping_worker(connect) as rings:
+            Operator(operator).pause_topic("mail.digest", duration=timedelta(hours=1))
+            assert rings() == ["all "]
+            Operator(operator).resume_topic("mail.digest")
+            assert rings() == ["all "]

@@ -154,3 +154,24 @@ def test_a_run_counts_the_due_messages_that_it_left(
     done = command("worker", mode, "--queue", "*", PGOUTBOX_LOG_LEVEL="INFO")
     record = run_done(done)
     assert (record["sent"], record["left_due"], record["left_queues"]) == (3, 0, [])
+
+
+@pytest.mark.parametrize("mode", ["--once", "--drain"])
+def test_a_run_does_not_wait_for_paused_topics_and_names_them(
+    db: psycopg.Connection, command: Callable[..., Done], mode: str
+) -> None:
+    """Neither for their retries, nor for messages behind one of their ordering key."""
+    enqueue(db, "mail.note", count=3)
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = 1")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = 1")
+    db.execute("UPDATE pgoutbox.message SET ordering_key = 'k', queue = 'critical' WHERE id = 2")
+    db.execute("SELECT pgoutbox.enqueue('mail.alarm', '{}', queue => 'critical', ordering_key => 'k')")
+    enqueue(db, "mail.alarm", "critical")
+    db.execute("SELECT pgoutbox.pause_topic('mail.note')")
+    done = command("worker", mode, "--queue", "*", PGOUTBOX_LOG_LEVEL="INFO")
+    record = run_done(done)
+    assert (done.exit_code, record["sent"], record["left_due"], record["left_topics"]) == (0, 1, 2, ["mail.note"])
+    assert "paused topics" in record["message"]
+    db.execute("SELECT pgoutbox.resume_topic('mail.note')")
+    record = run_done(command("worker", "--once", "--queue", "*", PGOUTBOX_LOG_LEVEL="INFO"))
+    assert (record["sent"], record["left_due"], record["left_topics"]) == (3, 0, [])

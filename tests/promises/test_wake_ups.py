@@ -231,12 +231,21 @@ def _resume(operator: Operator, db: psycopg.Connection, worker: WorkerProcess) -
     return message_id
 
 
+def _resume_topic(operator: Operator, db: psycopg.Connection, worker: WorkerProcess) -> int:
+    operator.pause_topic("a")
+    message_id = enqueue(db)
+    until_sent(db, enqueue(db, "b"), worker)  # It has passed over the paused message.
+    until_idle(db, worker)
+    operator.resume_topic("a")
+    return message_id
+
+
 def test_an_act_of_an_operator_wakes_an_idle_worker(
     db: psycopg.Connection, connect: Connect, start_worker: StartWorker
 ) -> None:
-    worker = start_worker(APPLICATION, **SETTINGS)
+    worker = start_worker(APPLICATION, **SETTINGS, environment={"TOPICS": "a b"})
     operator = Operator(connect(autocommit=True))
-    for act in (_redrive, _correct, _reschedule, _resume):
+    for act in (_redrive, _correct, _reschedule, _resume, _resume_topic):
         until_idle(db, worker)
         until_sent(db, act(operator, db, worker), worker)
 

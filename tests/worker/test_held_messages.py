@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from pgoutbox.message import AttemptOutcome
+from pgoutbox.operations import Operator
 from tests.support.held_messages import DESTINATION, HOLD, open_breaker
 from tests.support.outbox_actions import begin, cancel, enqueue, state_of
 from tests.support.worker_sql import End, claim, claim_probe, finish, postpone
@@ -143,3 +144,16 @@ def test_a_message_that_ends_holds_no_others(rolled_back: psycopg.Connection, *,
     postpone(rolled_back, row.id)
     ((holds,),) = rolled_back.execute("SELECT holds FROM pgoutbox.breaker").fetchall()
     assert (state_of(rolled_back, message_id), holds) == (("cancelled", []) if is_cancelled else ("pending", [HOLD]))
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_probe_that_was_due_before_the_pause_of_its_topic_keeps_the_hold(
+    rolled_back: psycopg.Connection, key: str | None
+) -> None:
+    message_id = hold(rolled_back, ordering_key=key)
+    open_breaker(rolled_back)
+    Operator(rolled_back).pause_topic("greet")
+    assert probed(rolled_back) == []
+    assert rolled_back.execute("SELECT holds FROM pgoutbox.breaker").fetchall() == [([HOLD],)]
+    Operator(rolled_back).resume_topic("greet")
+    assert probed(rolled_back) == [message_id]

@@ -25,7 +25,9 @@ from tests.support.outbox_actions import (
     until_blocked,
 )
 from tests.support.worker_sql import (
+    FRESH,
     ORDERED,
+    RETRIES,
     End,
     claim,
     claim_ordered,
@@ -262,6 +264,29 @@ def test_a_paused_queue_is_not_claimed_in_this_lane(rolled_back: psycopg.Connect
     ordered(rolled_back, 1)
     Operator(rolled_back).pause("default")
     assert claim_ordered(rolled_back) == []
+
+
+def test_the_first_message_of_a_key_is_not_claimed_while_its_topic_is_paused(rolled_back: psycopg.Connection) -> None:
+    first = enqueue(rolled_back, "paused", ordering_key="k")
+    second = enqueue(rolled_back, ordering_key="k")
+    topics = ["greet", "paused"]
+    Operator(rolled_back).pause_topic("paused")
+    assert claim_ordered(rolled_back, topics=topics) == []
+    Operator(rolled_back).resume_topic("paused")
+    assert ids_in_flight(claim_ordered(rolled_back, topics=topics)) == [first]
+    assert state_of(rolled_back, second) == "pending"
+
+
+def test_a_claim_reads_the_paused_topics_once_and_not_for_each_message(rolled_back: psycopg.Connection) -> None:
+    for number in range(20):
+        enqueue(rolled_back)
+        enqueue(rolled_back, ordering_key=str(number))
+    Operator(rolled_back).pause_topic("greet")
+    explain = f"EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF) {statements.CLAIM}".encode()
+    lines: Sequence[tuple[str]] = rolled_back.execute(explain, claim_parameters([FRESH, RETRIES, ORDERED])).fetchall()
+    scans = [line for (line,) in lines if " on topic_pause " in line and "never executed" not in line]
+    assert len(scans) == 2, "one for the messages without an ordering key, and one for those with one"
+    assert all(line.endswith("loops=1)") for line in scans), scans
 
 
 def test_cancelling_the_first_message_notifies_for_the_next(connect: Connect) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Unpack
 
 import pytest
@@ -13,6 +14,7 @@ from pgoutbox.errors import ArgumentError
 from pgoutbox.kernel import statements
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.settings import load_settings
+from tests.support.held_messages import open_breaker
 from tests.support.outbox_actions import Options, enqueue, expire, lapse, state_of
 from tests.support.worker_sql import ask_for_locks, claim, finish_sent, ids_in_flight
 
@@ -58,10 +60,20 @@ def next_permit(connection: psycopg.Connection) -> float | None:
     return seconds
 
 
-def next_due(connection: psycopg.Connection) -> float | None:
-    parameters = {"queues": ["default"], "topics": ["greet"], "since_seconds": 0, "others_since_seconds": 0}
+def due(connection: psycopg.Connection, *, since_seconds: float = 0.0) -> DueRow:
+    """Ask when something falls due that the last poll, so many seconds ago, has not found."""
+    parameters = {
+        "queues": ["default"],
+        "topics": ["greet"],
+        "since_seconds": since_seconds,
+        "others_since_seconds": since_seconds,
+    }
     (row,) = connection.execute(statements.NEXT_DUE, parameters).fetchall()
-    return DueRow._make(row[:5]).first_seconds
+    return DueRow._make(row[:5])
+
+
+def next_due(connection: psycopg.Connection) -> float | None:
+    return due(connection).first_seconds
 
 
 def standing_of(connection: psycopg.Connection) -> tuple[object, object]:
@@ -303,6 +315,45 @@ def test_the_next_due_time_of_a_limited_queue_is_that_of_its_permit(rolled_back:
     # Messages that could not be claimed a moment ago may be claimable now, so the worker must poll again soon.
     pass_time(rolled_back, 120)
     assert next_due(rolled_back) == 0.25
+
+
+def test_due_messages_of_a_paused_topic_wake_nobody_but_the_end_of_the_pause_does(
+    rolled_back: psycopg.Connection,
+) -> None:
+    retried = enqueued(rolled_back, 3)[0]
+    enqueue(rolled_back, ordering_key="k")
+    rolled_back.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", [retried])
+    limit(rolled_back, 60)
+    Operator(rolled_back).pause_topic("greet")
+    asked = due(rolled_back)
+    assert (asked.first_seconds, asked.other_seconds) == (None, None)
+    Operator(rolled_back).pause_topic("greet", duration=timedelta(minutes=1))
+    assert next_due(rolled_back) == 60
+    enqueue(rolled_back, "other")
+    assert next_due(rolled_back) == 0.25
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_a_pause_of_a_topic_that_has_ended_since_the_last_poll_wakes_and_an_earlier_one_does_not(
+    rolled_back: psycopg.Connection, *, is_limited: bool
+) -> None:
+    if is_limited:
+        limit(rolled_back, 60)
+    rolled_back.execute("INSERT INTO pgoutbox.topic_pause (topic, resume_at) VALUES ('greet', now() - interval '5 s')")
+    assert due(rolled_back, since_seconds=6).first_seconds is not None
+    assert due(rolled_back, since_seconds=4).first_seconds is None
+
+
+def test_a_due_probe_of_a_paused_topic_wakes_nobody(rolled_back: psycopg.Connection) -> None:
+    def next_probe() -> float | None:
+        parameters = {"queues": ["default"], "topics": ["greet"], "since_seconds": 0, "others_since_seconds": 0}
+        ((*_, seconds),) = rolled_back.execute(statements.NEXT_DUE, parameters).fetchall()
+        return None if seconds is None else float(seconds)
+
+    open_breaker(rolled_back)
+    assert next_probe() == 0
+    Operator(rolled_back).pause_topic("greet")
+    assert next_probe() is None
 
 
 def test_in_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:

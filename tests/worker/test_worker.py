@@ -262,7 +262,7 @@ async def test_a_drain_delivers_messages_that_another_worker_releases(dsn: str, 
     async with running(worker):
         await claimed.wait()
         drain = asyncio.create_task(Worker(outbox(gives_back=False)).drain())
-        await until_idle_in(db, "WITH behind")
+        await until_idle_in(db, "WITH paused")
         give_back.set()
         async with asyncio.timeout(PATIENCE_SECONDS / 2):
             await drain

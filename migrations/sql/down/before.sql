@@ -16,8 +16,8 @@ $block$;
 LOCK TABLE
     pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
-    pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.queue, pgoutbox.rate_claim, pgoutbox.claim, pgoutbox.cancel_request,
-    pgoutbox.message, pgoutbox.id_floor
+    pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.queue, pgoutbox.topic_pause, pgoutbox.rate_claim, pgoutbox.claim,
+    pgoutbox.cancel_request, pgoutbox.message, pgoutbox.id_floor
 IN ACCESS EXCLUSIVE MODE;
 
 -- The locks above keep both answers true until the end: no worker can claim, and nobody can enqueue.

@@ -60,14 +60,14 @@ BEGIN
         TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message, pgoutbox.message_live, pgoutbox.key_head, pgoutbox.content,
-            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
+            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.topic_pause, pgoutbox.breaker, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, halts_key) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
             pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view,
-            pgoutbox.home_view, pgoutbox.maintenance_run
+            pgoutbox.home_view, pgoutbox.topic_pause_view, pgoutbox.maintenance_run
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
         ON pgoutbox.maintenance_run TO pgoutbox_worker;
@@ -87,7 +87,7 @@ BEGIN
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
+            pgoutbox.topic_pause_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
@@ -105,7 +105,7 @@ BEGIN
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
             pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
+            pgoutbox.topic_pause_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
@@ -114,7 +114,7 @@ BEGIN
             pgoutbox._state_of, pgoutbox._is_known_topic, pgoutbox._hold_of,
             pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
             pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.snooze, pgoutbox.close_breaker,
-            pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.adopt,
+            pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.pause_topic, pgoutbox.resume_topic, pgoutbox.adopt,
             pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
             pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
             pgoutbox._prune_keys, pgoutbox._prune_content, pgoutbox._prune_audit,

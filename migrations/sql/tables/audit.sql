@@ -32,7 +32,7 @@ COMMENT ON COLUMN pgoutbox.audit.acted_at IS 'Time of the change.';
 COMMENT ON COLUMN pgoutbox.audit.act_id IS
     'The same for all batches of one act, which have one db_role and one actor.';
 COMMENT ON COLUMN pgoutbox.audit.message_count IS
-    'Number of messages that the batch changed; null for an act on a queue, a rule or the audit.';
+    'Number of messages that the batch changed; null for an act on a queue, a topic, a rule or the audit.';
 COMMENT ON COLUMN pgoutbox.audit.actor IS 
     'The person, as db_role states it: the user of the dashboard, for example. Without a statement, db_role.';
 COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The login of the session. The database knows it; nobody states it.';

@@ -33,7 +33,14 @@ SELECT
         WHEN 'in flight' THEN sibling.id
     END AS waits_for,
     CASE why.reason
-        WHEN 'paused' THEN control.resume_at
+        WHEN 'paused' THEN nullif(
+            -- If its queue and its topic are paused, it waits for both. A pause without an end lasts until it is resumed.
+            greatest(
+                CASE WHEN control.is_paused THEN coalesce(control.resume_at, 'infinity') END,
+                CASE WHEN pause.topic IS NOT NULL THEN coalesce(pause.resume_at, 'infinity') END
+            ),
+            'infinity'
+        )
         WHEN 'scheduled' THEN m.available_at
         WHEN 'retry' THEN m.available_at
         WHEN 'breaker' THEN greatest(m.available_at, held.probe_at)
@@ -45,6 +52,7 @@ SELECT
 FROM pgoutbox.message_live AS m
 LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
 LEFT JOIN control ON control.name = m.queue
+LEFT JOIN pgoutbox.topic_pause_view AS pause ON pause.topic = m.topic
 LEFT JOIN pgoutbox.key_head AS head
     ON head.scope = m.topic AND head.key = m.coalesce_key AND head.newest_id > m.id
 LEFT JOIN LATERAL (
@@ -76,7 +84,7 @@ CROSS JOIN LATERAL (SELECT m.attempts #>> '{-1,reason_code}') AS last_attempt(re
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id IS NOT NULL THEN 'superseded'
-        WHEN control.is_paused THEN 'paused'
+        WHEN control.is_paused OR pause.topic IS NOT NULL THEN 'paused'
         WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
         WHEN m.available_at > now() AND last_attempt.reason_code = 'redirect' THEN 'redirect'

@@ -11,6 +11,7 @@
 -- them. A claim leaves out the messages of these holds, unless they end: expired, superseded or cancelled. After the
 -- pause of a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and
 -- with it the probe. If none can be claimed, it removes their hold.
+-- The messages of a paused topic are left out in the same way.
 -- Guards: row locks; the place of the row in the UPDATE; the unique indexes on keys in flight.
 WITH
 -- [probe
@@ -21,6 +22,8 @@ paused AS MATERIALIZED (
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
     WHERE b.retry_at <= now() AND (b.probe_until IS NULL OR b.probe_until <= now())
         AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
+        -- A paused topic keeps its holds.
+        AND split_part(held.hold, ' ', 2) <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
         -- A queue that is paused or has no permit keeps its holds. The array is made once, and not for each hold.
         AND split_part(held.hold, ' ', 1) = ANY (ARRAY(
             SELECT q.name FROM unnest(%(queues)s::text[]) AS q(name) WHERE pgoutbox.next_permit_at(q.name) IS NULL
@@ -184,10 +187,13 @@ judged AS MATERIALIZED (
                         coalesce(lane.after_at, now() - make_interval(secs => lane.since_seconds)), lane.after_id
                     )
                     -- Without an open breaker, the left side of NOT IN is not computed: PostgreSQL hashes the right
-                    -- side first, and finds it empty. Neither side is ever null.
+                    -- side first, and finds it empty. Neither side is ever null. The array is made once for a claim.
                     AND (
-                        pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
-                            SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                        (
+                            m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
+                            AND pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                                SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                            )
                         )
                         OR m.expires_at <= now()
                         OR head.newest_id IS NOT NULL
@@ -257,8 +263,11 @@ judged AS MATERIALIZED (
                         AND m.available_at <= now() AND m.state = 'pending'
                         AND m.topic = ANY (%(topics)s::text[])
                         AND (
-                            pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
-                                SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                            (
+                                m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
+                                AND pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                                    SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
+                                )
                             )
                             OR m.expires_at <= now()
                             OR (m.id, m.created_at) IN (

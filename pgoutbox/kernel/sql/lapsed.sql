@@ -60,12 +60,15 @@ WITH judged AS MATERIALIZED (
             -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
             -- Other attempts in its name are lost, for example by a failover.
             AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))
-            -- A queue that is paused or has no permit keeps its suspects. _permits() locks the row of a queue with limits.
+            -- A queue that is paused or has no permit keeps its suspects, and so does a paused topic. _permits() locks the
+            -- row of a queue with limits.
             AND CASE
-                WHEN kind.is_suspect THEN ending.state = 'sending' AND pgoutbox._permits(
-                    c.queue, 1,
-                    EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = c.queue AND q.rate_count IS NOT NULL OFFSET 0)
-                ) > 0
+                WHEN kind.is_suspect THEN ending.state = 'sending'
+                    AND m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
+                    AND pgoutbox._permits(
+                        c.queue, 1,
+                        EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = c.queue AND q.rate_count IS NOT NULL OFFSET 0)
+                    ) > 0
                 ELSE ending.state <> 'sending'
             END
             -- Other queues may no longer have a worker. There only superseded messages end, because a newer message of their

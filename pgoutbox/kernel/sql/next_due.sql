@@ -2,16 +2,30 @@
 -- `DueRow`.
 -- Messages that were already due at the worker's last poll (`since_seconds`, `others_since_seconds` for retries and
 -- leases) do not count. In a queue with limits they count, because the worker may have had no permit for them. Messages
--- behind an open breaker do not count, but its next probe does.
-WITH behind AS MATERIALIZED (
+-- behind an open breaker do not count, but its next probe does. Messages of a paused topic do not count, but the end of
+-- the pause does.
+WITH paused AS MATERIALIZED (
+    -- The paused topics, and when the next pause ends. One that has ended since the last poll counts: the messages that it
+    -- kept back are due.
+    SELECT
+        coalesce(array_agg(p.topic) FILTER (WHERE (p.resume_at > now()) IS NOT FALSE), '{}') AS topics,
+        min(p.resume_at) FILTER (
+            WHERE p.resume_at
+                > now() - make_interval(secs => greatest(%(since_seconds)s::float8, %(others_since_seconds)s::float8))
+        ) AS resume_at
+    FROM pgoutbox.topic_pause AS p
+), behind AS MATERIALIZED (
     -- The messages of each queue that are behind open breakers, and when the next of them may probe.
     SELECT
         split_part(held.hold, ' ', 1) AS queue,
         array_agg(held.hold) AS holds,
-        min(greatest(b.retry_at, b.probe_until)) FILTER (WHERE split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[]))
-            AS probe_at
+        min(greatest(b.retry_at, b.probe_until)) FILTER (
+            WHERE split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
+                AND split_part(held.hold, ' ', 2) <> ALL (p.topics)
+        ) AS probe_at
     FROM pgoutbox.breaker AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+    CROSS JOIN paused AS p
     GROUP BY split_part(held.hold, ' ', 1)
 )
 SELECT
@@ -34,8 +48,10 @@ FROM (
         CASE WHEN q.name IS NOT NULL THEN coalesce(pgoutbox.next_permit_at(q.name), now()) END AS permit_at,
         behind.holds,
         behind.probe_at,
-        -- Later ones count even if they are behind a breaker: at worst a poll a minute finds nothing. Otherwise this would
-        -- read all scheduled messages behind it.
+        p.topics AS paused_topics,
+        p.resume_at,
+        -- Later ones count even if they are behind a breaker or paused: at worst a poll a minute finds nothing. Otherwise
+        -- this would read all of these scheduled messages.
         now() + interval '1 minute' AS soon,
         -- 1e9 seconds, about 32 years, stand for all time.
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(since_seconds)s::float8 ELSE 1e9 END) AS since,
@@ -45,20 +61,25 @@ FROM (
     LEFT JOIN pgoutbox.queue AS q
         ON q.name = served.name AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
     LEFT JOIN behind ON behind.queue = served.name
+    CROSS JOIN paused AS p
     -- OFFSET 0 keeps PostgreSQL from computing these expressions several times.
     OFFSET 0
 ) AS asked
 CROSS JOIN LATERAL (
     SELECT
         least(
+            asked.resume_at,
             (
                 SELECT min(m.available_at)
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
                     AND (
-                        asked.holds IS NULL OR m.available_at > asked.soon
-                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                        m.available_at > asked.soon
+                        OR (
+                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            AND m.topic <> ALL (asked.paused_topics)
+                        )
                     )
             ),
             (
@@ -68,8 +89,11 @@ CROSS JOIN LATERAL (
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL
                     AND m.available_at > asked.since
                     AND (
-                        asked.holds IS NULL OR m.available_at > asked.soon
-                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                        m.available_at > asked.soon
+                        OR (
+                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            AND m.topic <> ALL (asked.paused_topics)
+                        )
                     )
                     -- Always true: it permits the index message_live_ordered_due.
                     AND m.available_at > '-infinity'
@@ -82,8 +106,11 @@ CROSS JOIN LATERAL (
                 WHERE m.queue = asked.name AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at > asked.others_since
                     AND (
-                        asked.holds IS NULL OR m.available_at > asked.soon
-                        OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds)
+                        m.available_at > asked.soon
+                        OR (
+                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            AND m.topic <> ALL (asked.paused_topics)
+                        )
                     )
             ),
             (

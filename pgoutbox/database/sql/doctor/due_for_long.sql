@@ -40,10 +40,13 @@
             count(*) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind) AS free,
             mode() WITHIN GROUP (ORDER BY one.breaker) AS breaker,
             count(one.breaker) AS held,
+            coalesce(array_agg(DISTINCT one.topic) FILTER (WHERE one.is_paused), '{}') AS paused_topics,
+            count(*) FILTER (WHERE one.is_paused AND one.halted_by IS NULL AND NOT one.is_behind) AS paused,
             min(one.halted_by) AS halted_by
         FROM (
             SELECT
                 m.topic,
+                m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p) AS is_paused,
                 (
                     SELECT min(h.key) FROM holds AS h WHERE h.hold = pgoutbox._hold_of(l.queue, m.topic, m.destination)
                 ) AS breaker,
@@ -83,6 +86,8 @@ SELECT
     c.free,
     c.breaker,
     c.held,
+    c.paused_topics,
+    c.paused,
     b.last_error,
     extract(epoch FROM now() - b.opened_at)::float8 AS open_seconds,
     q.is_paused,

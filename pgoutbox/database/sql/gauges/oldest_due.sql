@@ -1,45 +1,62 @@
--- The waiting time of the oldest due message of each queue, 0 without one, and whether the queue is paused: for queues
--- with live messages, limits or a pause. It reads one row of each lane, whatever the size of the backlog: this gauge must
--- not disappear when the backlog is largest. At most `max_label_values` queues, those that wait longest, are reported
+-- The waiting time of the oldest due message of each queue, 0 without one, and whether it waits for the end of a pause: for
+-- queues with live messages, limits or a pause. If the oldest message of a lane belongs to a paused topic, it also reads on
+-- to the first one that does not. Otherwise it reads one row of each lane, whatever the size of the backlog: this gauge
+-- must not disappear when the backlog is largest. At most `max_label_values` queues, those that wait longest, are reported
 -- separately; all others have the name `other`.
 \ir ../dashboard/_live_queue_names.sql
 , waiting AS (
     SELECT
         n.queue,
-        coalesce(q.is_paused, false) AS is_paused,
-        greatest(
-            0,
-            extract(epoch FROM now() - (
-                SELECT min(lane.available_at)
-                FROM (
-                    (
-                        SELECT m.available_at FROM pgoutbox.message_view AS m
-                        WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending'
-                            AND m.ordering_key IS NULL
-                        ORDER BY m.available_at LIMIT 1
-                    )
-                    UNION ALL
-                    (
-                        SELECT m.available_at FROM pgoutbox.message_view AS m
-                        WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending'
-                            AND m.ordering_key IS NULL
-                        ORDER BY m.available_at LIMIT 1
-                    )
-                    UNION ALL
-                    (
-                        SELECT m.available_at FROM pgoutbox.message_view AS m
-                        WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
-                            AND m.available_at <= now()
-                            -- Always true: it permits the index message_live_ordered_due.
-                            AND m.available_at > '-infinity'
-                        ORDER BY m.available_at LIMIT 1
-                    )
-                ) AS lane
-            ))::float8
-        ) AS seconds
+        one.is_paused,
+        greatest(0, extract(epoch FROM now() - min(one.available_at))::float8) AS seconds
     FROM named AS n
     LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
+    CROSS JOIN LATERAL (
+        -- A queue without a due message has a row too.
+        SELECT coalesce(q.is_paused, false) AS is_paused, NULL::timestamptz AS available_at
+        UNION ALL
+        SELECT
+            coalesce(q.is_paused, false) OR lane.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p),
+            lane.available_at
+        FROM (VALUES (false), (true)) AS kind(leaves_out_paused)
+        CROSS JOIN LATERAL (
+            (
+                SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
+                WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
+                    AND m.available_at <= now()
+                    AND NOT (
+                        kind.leaves_out_paused AND m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
+                    )
+                ORDER BY m.available_at LIMIT 1
+            )
+            UNION ALL
+            (
+                SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
+                WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
+                    AND m.available_at <= now()
+                    AND NOT (
+                        kind.leaves_out_paused AND m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
+                    )
+                ORDER BY m.available_at LIMIT 1
+            )
+            UNION ALL
+            (
+                SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
+                WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                    AND m.available_at <= now()
+                    -- Always true: it permits the index message_live_ordered_due.
+                    AND m.available_at > '-infinity'
+                    AND NOT (
+                        kind.leaves_out_paused AND m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
+                    )
+                ORDER BY m.available_at LIMIT 1
+            )
+        ) AS lane
+    ) AS one
     WHERE n.number > 0
+    GROUP BY n.queue, one.is_paused
 ), ranked AS (
     SELECT w.queue, w.is_paused, w.seconds, row_number() OVER (ORDER BY w.seconds DESC, w.queue) AS place
     FROM waiting AS w

@@ -4,6 +4,7 @@ SELECT count(*)
 FROM pgoutbox.message_live AS m
 WHERE m.queue = ANY (%(queues)s::text[])
     AND m.topic = ANY (%(topics)s::text[])
+    AND m.topic NOT IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
     AND (m.attempt_count > 0 OR m.available_at <= now())
     -- A failed message halts its ordering key.
     AND NOT EXISTS (
@@ -18,7 +19,11 @@ WHERE m.queue = ANY (%(queues)s::text[])
         WHERE e.queue = m.queue
             AND e.ordering_key = m.ordering_key
             AND e.id < m.id
-            AND (e.topic <> ALL (%(topics)s::text[]) OR (e.attempt_count = 0 AND e.available_at > now()))
+            AND (
+                e.topic <> ALL (%(topics)s::text[])
+                OR e.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
+                OR (e.attempt_count = 0 AND e.available_at > now())
+            )
     )
     AND NOT EXISTS (
         -- A pause without an end, null, is also a pause. A pause that has passed its end is not.

@@ -1,0 +1,43 @@
+CREATE FUNCTION pgoutbox.pause_topic(topic text, duration interval DEFAULT NULL)
+RETURNS TABLE (paused_at timestamptz, resume_at timestamptz)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC' -- The details of the act do not depend on the session.
+AS $function$
+#variable_conflict use_column
+DECLARE
+    problem constant text := CASE
+        WHEN pause_topic.topic IS NULL THEN 'topic: must not be null'
+        WHEN length(pause_topic.topic) > 63 OR pause_topic.topic !~ '^[a-z][a-z0-9_.-]*$'
+            THEN 'topic: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
+        WHEN pause_topic.duration NOT BETWEEN interval '1 second' AND interval '10 years'
+            THEN 'duration: must be from 1 second to 10 years'
+    END;
+BEGIN
+    IF problem IS NOT NULL THEN
+        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'pause_topic');
+    END IF;
+    RETURN QUERY
+    INSERT INTO pgoutbox.topic_pause AS p (topic, paused_at, resume_at)
+    VALUES (pause_topic.topic, now(), now() + pause_topic.duration)
+    ON CONFLICT ON CONSTRAINT topic_pause_pkey DO UPDATE
+    SET paused_at = CASE WHEN p.resume_at <= now() THEN now() ELSE p.paused_at END,
+        resume_at = excluded.resume_at
+    RETURNING p.paused_at, p.resume_at;
+    PERFORM pgoutbox._record_act(
+        'pause',
+        details => jsonb_strip_nulls(jsonb_build_object(
+            'topic', pause_topic.topic, 'resume_at', now() + pause_topic.duration
+        ))
+    );
+    IF pause_topic.duration IS NOT NULL THEN
+        -- Idle workers may wait for a later end of an earlier pause, or for none.
+        PERFORM pgoutbox._wake_all_workers();
+    END IF;
+END
+$function$;
+
+COMMENT ON FUNCTION pgoutbox.pause_topic IS
+    'Let no worker claim messages of a topic, in any queue, for a time or until resume_topic. Attempts in flight continue. '
+    'A second pause keeps the first start and sets the new end.';
