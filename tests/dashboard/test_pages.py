@@ -2559,6 +2559,13 @@ def test_numbers_of_topics_and_breakers_say_if_further_queues_were_not_counted(
     assert f"{BREAKER} 1+ messages" in get(site.vera, "/breakers").words
 
 
+def test_a_finding_about_a_queue_without_a_page_links_to_its_messages(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, age=timedelta(hours=1))
+    db.execute("UPDATE pgoutbox.message SET queue = 'CAPS/and?more', available_at = now() - interval '1 h'")
+    (path,) = {href for href in get(site.vera, "/").values("a", "href") if "CAPS" in href and "topic=" not in href}
+    assert ids_on(get(site.vera, path)) == [message_id]
+
+
 def test_the_overview_links_to_the_open_breakers(site: Site, db: psycopg.Connection) -> None:
     assert "open breaker" not in get(site.vera, "/").words
     for key in (BREAKER, "https://api.example.org"):
