@@ -98,8 +98,8 @@ class TopicRow(NamedTuple):
     """A topic with messages now or in the last minutes.
 
     `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds. `first_id` is the
-    pending message that is due first. `error_ids` are the newest pending message with an attempt, and the newest failed
-    one: a released message has no error.
+    pending message that is due first. `error_ids` are the newest pending message of which an attempt
+    has failed, and the newest failed one.
     """
 
     topic: str

@@ -1072,6 +1072,14 @@ def test_a_released_message_does_not_hide_the_error_of_a_topic(site: Site, db: p
         [put(db)],
     )
     assert "KeyError: vat" in get(site.vera, "/topics").words
+    retried, released = put(db, topic="again"), put(db, topic="again")
+    db.execute(
+        "UPDATE pgoutbox.message SET attempt_count = 1, lane = 1, last_error = 'TimeoutError: shop' WHERE id = %s",
+        [retried],
+    )
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, max_attempts = 12, lane = 1 WHERE id = %s", [released])
+    site.dashboard.forget()
+    assert "TimeoutError: shop" in get(site.vera, "/topics?topic=again").words
 
 
 def test_the_page_of_a_topic_says_if_it_does_not_show_all_failures(

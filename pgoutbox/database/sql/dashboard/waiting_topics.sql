@@ -6,7 +6,7 @@
         one.topic,
         one.id,
         one.available_at,
-        one.attempt_count,
+        one.has_failed,
         count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
     FROM (
         SELECT
@@ -25,7 +25,7 @@ SELECT
     count(*) AS messages,
     count(*) FILTER (WHERE c.available_at <= now()) AS due,
     (array_agg(c.id ORDER BY c.available_at, c.id))[1] AS first_id,
-    max(c.id) FILTER (WHERE c.attempt_count > 0) AS tried_id,
+    max(c.id) FILTER (WHERE c.has_failed) AS tried_id,
     (SELECT bool_or(every.is_capped) FROM counted AS every)
         OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_capped
 FROM counted AS c
