@@ -92,6 +92,23 @@ async def resume(request: Request) -> Response:
     return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
 
 
+@_form("/topics/{topic}/pause")
+async def pause_topic(request: Request) -> Response:
+    """Pause a topic in all queues, for some time or without end."""
+    topic = inputs.topic_of(request)
+    duration = inputs.duration_of(await inputs.read_form(request))
+    await _act(request, lambda operator: operator.pause_topic(topic, duration=duration))
+    return _to_topic(request, topic, done="topic-paused")
+
+
+@_form("/topics/{topic}/resume")
+async def resume_topic(request: Request) -> Response:
+    """Resume a topic."""
+    topic = inputs.topic_of(request)
+    was_paused = await _act(request, lambda operator: operator.resume_topic(topic))
+    return _to_topic(request, topic, done="topic-resumed" if was_paused else "topic-not-paused")
+
+
 @_form("/queues/{queue}/rate")
 async def limit_rate(request: Request) -> Response:
     """Limit how many attempts of a queue may begin in a period."""
@@ -177,6 +194,10 @@ async def _act_on_message(request: Request, do: Callable[[Operator, int], Messag
 
 def _to_queues(request: Request, queue: str, *, done: str) -> Response:
     return RedirectResponse(f"{link(request, 'queues')}{query(queue=queue, done=done)}", status_code=303)
+
+
+def _to_topic(request: Request, topic: str, *, done: str) -> Response:
+    return RedirectResponse(f"{link(request, 'topics')}{query(topic=topic, done=done)}", status_code=303)
 
 
 def _to_redirect(request: Request, *, done: str) -> Response:

@@ -240,6 +240,14 @@ def queue_of(request: Request) -> str:
     return _queue(request.path_params["queue"])
 
 
+def topic_of(request: Request) -> str:
+    """Return the topic in the path."""
+    topic: str = request.path_params["topic"]
+    if not NAME.fullmatch(topic):
+        raise InputError("topic", "must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
+    return topic
+
+
 def asked_queue_of(given: Given) -> str | None:
     """Return the queue of the query string; None if empty."""
     value = given.get("queue", "").strip()

@@ -34,6 +34,9 @@ _DONE: Final[Mapping[str, str]] = {
     "duplicate": "No message was enqueued: this message has the dedupe key already.",
     **{result: f"The message is {did}." for result, did in DID.items()},
     "paused": "The queue is paused. Messages in flight continue.",
+    "topic-paused": "The topic is paused in all queues. Messages in flight continue.",
+    "topic-resumed": "The topic is resumed.",
+    "topic-not-paused": "The topic was not paused.",
     "resumed": "The queue is resumed.",
     "not-paused": "The queue was not paused.",
     "redirected": "No worker begins to hand this e-mail over to its real recipients, except to exempt addresses.",
@@ -63,7 +66,7 @@ async def _show(
     known = await dashboard_of(request).database.read(
         lambda connection: {"now": reads.now(connection), **load(connection)}
     )
-    return await render_page(request, template, {"notice": _notice(request), **context, **known}, status=status)
+    return await render_page(request, template, {"notice": notice_of(request), **context, **known}, status=status)
 
 
 async def overview(request: Request) -> Response:
@@ -80,7 +83,7 @@ async def overview(request: Request) -> Response:
         "overview.html",
         {
             "page": "overview",
-            "notice": _notice(request),
+            "notice": notice_of(request),
             **found._asdict(),
             "problems": dashboard.redacted(found.problems),
             "verdict": redact_text(verdict(found.problems), hidden),
@@ -176,7 +179,8 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
     return await _show(request, "message.html", load, status=status, page="messages", refusal=refusal)
 
 
-def _notice(request: Request) -> str | None:
+def notice_of(request: Request) -> str | None:
+    """Return the notice after an act."""
     return _DONE.get(request.query_params.get("done", ""))
 
 

@@ -86,7 +86,9 @@ def _environment() -> jinja2.Environment:
         pretty=format_json,
         size=format_bytes,
     )
-    environment.tests.update(queue_name=is_queue_name, json_text=lambda value: isinstance(value, JsonText))
+    environment.tests.update(
+        queue_name=is_queue_name, topic_name=is_queue_name, json_text=lambda value: isinstance(value, JsonText)
+    )
     environment.globals.update(query=query, ago=format_ago)
     return environment
 

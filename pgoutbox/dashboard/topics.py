@@ -14,6 +14,7 @@ from pgoutbox.catalogue import describe_topics, draft_message, example_payload, 
 from pgoutbox.dashboard import inputs, reads
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
+from pgoutbox.dashboard.pages import notice_of
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ArgumentError, ConfigurationError, DedupeConflictError, UnknownTopicError
@@ -63,6 +64,7 @@ async def topics(request: Request) -> Response:
         return {
             "now": reads.now(connection),
             "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in named},
+            "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
             "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
         }
 
@@ -71,6 +73,7 @@ async def topics(request: Request) -> Response:
         "topics.html" if asked is None else "topic.html",
         {
             "page": "topics",
+            "notice": notice_of(request),
             "has_outbox": outbox is not None,
             "problems": () if asked is None else await dashboard.findings_about("topic", asked),
             "start": start,

@@ -879,7 +879,7 @@ def test_a_message_tells_why_it_waits_until_when_and_where_that_ends(site: Site,
         "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '2 h')"
     )
     page = get(site.ada, f"/messages/{message_id}")
-    assert "Waits: its queue or its topic is paused (see the queue); until in 1 h." in page.words
+    assert "Waits: its queue or its topic is paused (see the queue and the topic); until in 1 h." in page.words
     assert "/queues?queue=default" in page.values("a", "href")
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 day'")
     assert "Deliver now" in get(site.ada, f"/messages/{message_id}").words
@@ -1034,6 +1034,28 @@ def test_the_pages_of_topics_say_why_their_messages_wait(site: Site, db: psycopg
     assert "The message that is due first waits: no running worker serves its queue" in page.words
     assert f"/messages/{message_id}" in page.values("a", "href")
     assert "/workers" in page.values("a", "href")
+
+
+def test_an_operator_pauses_and_resumes_a_topic(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, topic="mail.digest")
+    asked = {"duration": "90", "unit": "minutes"}
+    page = Page(site.ada.post("/topics/mail.digest/pause", data=asked, follow_redirects=True).text)
+    assert "The topic is paused in all queues." in page.words
+    assert "resumes in 1 h" in page.words
+    assert "resumes in 1 h" in get(site.vera, "/topics").words
+    page = get(site.vera, f"/messages/{message_id}")
+    assert "Waits: its queue or its topic is paused (see the queue and the topic); until in 1 h." in page.words
+    assert "/topics?topic=mail.digest" in page.values("a", "href")
+    assert site.vera.post("/topics/mail.digest/resume").status_code == 403
+    page = Page(site.ada.post("/topics/mail.digest/resume", follow_redirects=True).text)
+    assert "The topic is resumed." in page.words
+    page = Page(site.ada.post("/topics/mail.digest/resume", follow_redirects=True).text)
+    assert "The topic was not paused." in page.words
+    assert site.ada.post("/topics/No%20Topic/pause").status_code == 422
+    acts = db.execute(
+        "SELECT a.actor, a.action, a.details ->> 'topic' FROM pgoutbox.audit AS a ORDER BY a.id"
+    ).fetchall()
+    assert acts == [("ada", "pause", "mail.digest"), ("ada", "resume", "mail.digest")]
 
 
 def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: Site, db: psycopg.Connection) -> None:
@@ -2737,7 +2759,7 @@ def test_a_viewer_sees_a_breaker_and_cannot_close_it(site: Site, db: psycopg.Con
         ),
         (
             "INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())",
-            "Waits: its queue or its topic is paused (see the queue).",
+            "Waits: its queue or its topic is paused (see the queue and the topic).",
         ),
     ],
 )
