@@ -191,7 +191,17 @@ async def in_thread(
             return None, error
 
     # The thread has the context of the task, for example the current span.
-    result, error = await asyncio.wrap_future(threads.submit(copy_context().run, call))
+    thread = threads.submit(copy_context().run, call)
+    try:
+        result, error = await asyncio.wrap_future(thread)
+    except asyncio.CancelledError:
+        # The thread may have ended just before: then its outcome is known, and only on its way to the task. A content
+        # would still have to be sent.
+        if not thread.done() or thread.cancelled():
+            raise
+        result, error = thread.result()
+        if result is not None and not isinstance(result, Outcome):
+            raise
     if isinstance(error, StopIteration):
         raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
     if error is not None:

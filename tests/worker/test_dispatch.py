@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox import Outbox
+from pgoutbox import Email, Outbox
 from pgoutbox.clock import Duration, elapsed_clock
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
@@ -19,12 +19,14 @@ from pgoutbox.message import (
     Outcome,
     Sent,
     Skip,
+    Transient,
 )
 from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Attempt, Claim
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.threads import AttemptThreads, ThreadOwner, thread_owner
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,6 +150,24 @@ async def test_a_sync_handler_runs_in_a_thread_that_is_reported(dispatcher: Disp
     assert len(threads) == 1
 
 
+async def cancelled_on_its_way(
+    dispatcher: Dispatcher, function: Callable[[Message, SyncContext], object]
+) -> tuple[object, asyncio.Task[object]]:
+    """Cancel an attempt whose thread has ended while the event loop was blocked. Return its outcome."""
+    threads: list[Future[object]] = []
+
+    class Owner(ThreadOwner):
+        def watch_thread(self, thread: Future[object], /) -> None:
+            threads.append(thread)
+
+    thread_owner.set(Owner())
+    task = asyncio.create_task(outcome_of(dispatcher, handler_of(function), message_of()))
+    await asyncio.sleep(0)
+    threads[0].result(PROCESS_PATIENCE_SECONDS)
+    task.cancel()
+    return await task, task
+
+
 async def test_a_cancellation_by_the_worker_passes_through(dispatcher: Dispatcher) -> None:
     started = asyncio.Event()
 
@@ -160,6 +180,30 @@ async def test_a_cancellation_by_the_worker_passes_through(dispatcher: Dispatche
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("returned", [None, Skip("why"), ValueError("wrong")])
+async def test_an_outcome_on_its_way_from_a_thread_survives_a_cancellation(
+    dispatcher: Dispatcher, returned: object
+) -> None:
+    """The worker once released the message of a handler that had ended, so its effects happened again."""
+
+    def greet(message: Message, ctx: SyncContext) -> object:
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    outcome, task = await cancelled_on_its_way(dispatcher, greet)
+    assert isinstance(outcome, {type(None): Sent, Skip: Skip, ValueError: Transient}[type(returned)])
+    assert task.cancelling() == 1, "the slot ends"
+
+
+async def test_a_content_on_its_way_from_a_thread_is_not_sent_after_a_cancellation(dispatcher: Dispatcher) -> None:
+    def greet(message: Message, ctx: SyncContext) -> Email:
+        return Email(subject="s", text="t")
+
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled_on_its_way(dispatcher, greet)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
