@@ -172,7 +172,7 @@ def _waits_of(message: ListedMessage) -> str | None:
     other = "" if message.waits_for is None else f" (message {message.waits_for})"
     until = message.waits_until
     # Most wait for their due time, which has a column of its own.
-    is_later = until is not None and until - message.available_at >= timedelta(seconds=1)
+    is_later = until is not None and until - message.available_at >= timedelta(minutes=1)
     end = f" until {until.isoformat(timespec='seconds')}" if until and is_later else ""
     return f"waits: {message.waits}{other}{end}"
 

@@ -86,7 +86,7 @@ async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str
         assert await shell.example("bookings") == ["pending (5,)"]
         await shell.deliver("bookings")
         with redis.Redis(HOST, broker.port) as client:
-            events = [json.loads(fields[b"event"]) for _, fields in client.xrange("bookings")]
+            events = [json.loads(fields[b"data"]) for _, fields in client.xrange("bookings")]
     amounts = {name: [e["data"]["amount"] for e in events if e["subject"] == name] for name in ("ada", "bob")}
     assert amounts == {"ada": [100, -30, 5], "bob": [20, 1]}
     assert states(dsn) == {"sent": 5}
