@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, cast
@@ -154,16 +155,22 @@ async def cancelled_on_its_way(
     dispatcher: Dispatcher, function: Callable[[Message, SyncContext], object]
 ) -> tuple[object, asyncio.Task[object]]:
     """Cancel an attempt whose thread has ended while the event loop was blocked. Return its outcome."""
-    threads: list[Future[object]] = []
+    threads: asyncio.Queue[Future[object]] = asyncio.Queue()
+    may_end = threading.Event()
 
     class Owner(ThreadOwner):
         def watch_thread(self, thread: Future[object], /) -> None:
-            threads.append(thread)
+            threads.put_nowait(thread)
+
+    def ends_later(message: Message, ctx: SyncContext) -> object:
+        may_end.wait(PROCESS_PATIENCE_SECONDS)
+        return function(message, ctx)
 
     thread_owner.set(Owner())
-    task = asyncio.create_task(outcome_of(dispatcher, handler_of(function), message_of()))
-    await asyncio.sleep(0)
-    threads[0].result(PROCESS_PATIENCE_SECONDS)
+    task = asyncio.create_task(outcome_of(dispatcher, handler_of(ends_later), message_of()))
+    thread = await threads.get()
+    may_end.set()
+    thread.result(PROCESS_PATIENCE_SECONDS)  # It blocks the event loop.
     task.cancel()
     return await task, task
 

@@ -1083,5 +1083,7 @@ async def test_the_stop_waits_for_an_unresponsive_database_only_up_to_its_limit(
         one.at[KEY].end(2)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await one.breakers.close()
-    assert one.breakers._shared._tasks
-    assert all(task.cancelling() for task in one.breakers._shared._tasks)
+    # A task that has just ended may still be in the set.
+    left = [task for task in one.breakers._shared._tasks if not task.done()]
+    assert left
+    assert all(task.cancelling() for task in left)

@@ -15,14 +15,8 @@ WITH ended AS MATERIALIZED (
     WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at > now() - make_interval(secs => %(seconds)s::float8)
     LIMIT %(cap)s::bigint
-), span AS (
-    SELECT
-        CASE
-            WHEN count(*) < %(cap)s::bigint THEN %(seconds)s::float8
-            ELSE greatest(1, extract(epoch FROM max(e.finished_at) - min(e.finished_at)))::float8
-        END AS seconds
-    FROM ended AS e
 )
+\ir _span.sql
 SELECT
     e.topic,
     count(*) / (SELECT s.seconds FROM span AS s) AS per_second,

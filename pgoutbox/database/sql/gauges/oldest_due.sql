@@ -1,6 +1,6 @@
 -- The waiting time of the oldest due message of each queue, 0 without one, and whether it waits for the end of a pause: for
--- queues with live messages, limits or a pause. If the oldest message of a lane belongs to a paused topic, it also reads on
--- to the first one that does not. Otherwise it reads one row of each lane, whatever the size of the backlog: this gauge
+-- queues with live messages, limits or a pause. While a topic is paused, it also looks for the first message of each lane
+-- that belongs to no paused topic. Otherwise it reads one row of each lane, whatever the size of the backlog: this gauge
 -- must not disappear when the backlog is largest. At most `max_label_values` queues, those that wait longest, are reported
 -- separately; all others have the name `other`.
 \ir ../dashboard/_live_queue_names.sql
@@ -20,27 +20,18 @@
             lane.available_at
         FROM (VALUES (false), (true)) AS kind(leaves_out_paused)
         CROSS JOIN LATERAL (
-            (
+            SELECT first.*
+            FROM (VALUES (0), (1)) AS l(number)
+            CROSS JOIN LATERAL (
                 SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
-                WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending'
+                WHERE m.queue = n.queue AND m.lane = l.number AND m.state = 'pending'
                     AND m.ordering_key IS NULL
                     AND m.available_at <= now()
                     AND NOT (
                         kind.leaves_out_paused AND m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
                     )
                 ORDER BY m.available_at LIMIT 1
-            )
-            UNION ALL
-            (
-                SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
-                WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending'
-                    AND m.ordering_key IS NULL
-                    AND m.available_at <= now()
-                    AND NOT (
-                        kind.leaves_out_paused AND m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
-                    )
-                ORDER BY m.available_at LIMIT 1
-            )
+            ) AS first
             UNION ALL
             (
                 SELECT m.topic, m.available_at FROM pgoutbox.message_view AS m
@@ -54,6 +45,8 @@
                 ORDER BY m.available_at LIMIT 1
             )
         ) AS lane
+        -- Without a pause, one read of each lane says all.
+        WHERE NOT kind.leaves_out_paused OR EXISTS (SELECT FROM pgoutbox.topic_pause_view)
     ) AS one
     WHERE n.number > 0
     GROUP BY n.queue, one.is_paused
