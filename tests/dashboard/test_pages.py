@@ -1058,6 +1058,17 @@ def test_an_operator_pauses_and_resumes_a_topic(site: Site, db: psycopg.Connecti
     assert acts == [("ada", "pause", "mail.digest"), ("ada", "resume", "mail.digest")]
 
 
+def test_a_paused_topic_is_resumed_from_the_first_screen(site: Site, db: psycopg.Connection) -> None:
+    put(db, topic="mail.digest")
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '1 h'")
+    Operator(db).pause_topic("mail.digest")
+    (form,) = [form for form in get(site.ada, "/").forms if "/topics/" in form.action]
+    assert form.action == "/topics/mail.digest/resume"
+    assert "Cancel…" not in get(site.ada, "/").words
+    page = Page(site.ada.post(form.action, data=form.fields, follow_redirects=True).text)
+    assert "The topic is resumed." in page.words
+
+
 def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: Site, db: psycopg.Connection) -> None:
     for seconds in range(1, 101):
         put(db, State.SENT, topic="mail.welcome")
