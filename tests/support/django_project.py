@@ -192,7 +192,7 @@ class Project:
             env=without_settings(os.environ) | {"PATH": path},
             capture_output=True,
             text=True,
-            timeout=4 * PROCESS_PATIENCE_SECONDS,
+            timeout=PROCESS_PATIENCE_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

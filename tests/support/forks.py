@@ -37,7 +37,7 @@ LIBRARIES: Final = (
     "pgoutbox.transports.registry",
     "pgoutbox.worker.supervisor",
 )
-_PATIENCE_SECONDS: Final = 60.0
+_PATIENCE_SECONDS: Final = 240.0
 _SIZE: Final = 100_000  # of the largest command, with its variables
 
 

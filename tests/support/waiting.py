@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.worker import Worker
 
-PROCESS_PATIENCE_SECONDS: Final = 60.0
+PROCESS_PATIENCE_SECONDS: Final = 240.0
 _PAUSE_SECONDS: Final = 0.01
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
