@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextvars import copy_context
 from typing import Final
 
@@ -21,6 +20,7 @@ from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.handler_errors import outcome_of_exception
+from pgoutbox.worker.threads import AttemptThreads
 
 MIN_SNOOZE_SECONDS = 1.0
 
@@ -35,7 +35,7 @@ class Dispatcher:
     def __init__(
         self,
         transports: Mapping[str, Transport],
-        threads: Executor,
+        threads: AttemptThreads,
         *,
         send: Send | None = None,
     ) -> None:
@@ -173,40 +173,26 @@ async def send_by(transport: Transport, message: Message[object], content: Conte
     return await transport.send(message, content)
 
 
-async def in_thread(
-    threads: Executor,
-    function: Callable[..., object],
-    *arguments: object,
-) -> object:
-    """Run the function in a thread. Return its result, or raise its exception.
-
-    The exception leaves the thread as a value: a future refuses `StopIteration` (Python 3.11), and a `GeneratorExit`
-    raised into a task closes every coroutine on its way, including the slot's.
-    """
-
-    def call() -> tuple[object, BaseException | None]:
-        try:
-            return function(*arguments), None
-        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
-            return None, error
-
+async def in_thread(threads: AttemptThreads, function: Callable[..., object], *arguments: object) -> object:
+    """Run the function in a thread. Return its result, or raise its exception."""
     # The thread has the context of the task, for example the current span.
-    thread = threads.submit(copy_context().run, call)
+    thread = threads.submit(copy_context().run, function, *arguments)
     try:
-        result, error = await asyncio.wrap_future(thread)
+        await threads.returned(thread)
     except asyncio.CancelledError:
         # The thread may have ended just before: then its outcome is known, and only on its way to the task. A content
         # would still have to be sent.
-        if not thread.done() or thread.cancelled():
+        if thread.cancel() or not thread.done():
             raise
-        result, error = thread.result()
-        if result is not None and not isinstance(result, Outcome):
+        if thread.exception() is None and not isinstance(thread.result(), Outcome | None):
             raise
+    # An exception is not raised into the task: a `GeneratorExit` would close every coroutine up to the slot.
+    error = thread.exception()
     if isinstance(error, StopIteration):
         raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
     if error is not None:
         raise error
-    return result
+    return thread.result()
 
 
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:

@@ -78,7 +78,9 @@ class _Slot(ThreadOwner):
         return any(not thread.done() for thread in self.threads)
 
     def watch_thread(self, thread: Future[object], /) -> None:
-        self.threads = [one for one in self.threads if not one.done()] + [thread]
+        if self.threads:
+            self.threads = [one for one in self.threads if not one.done()]
+        self.threads.append(thread)
 
     def may_begin(self) -> Callable[[], bool]:
         work = self.work  # Empty if a task that its handler has left running calls after the end of its attempt.
@@ -131,6 +133,7 @@ class AttemptPool:
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
+        self._turn_ends_at = 0.0  # Then the next slot that does not have to wait yields.
 
     @property
     def capacity(self) -> int:
@@ -237,7 +240,6 @@ class AttemptPool:
         while not self._stopping:
             self._waking = False
             now = loop.time()
-            turn_ends_at = now + _TURN_SECONDS
             while self._ready:
                 work, _ = self._ready.popleft()
                 size = len(work)
@@ -255,10 +257,10 @@ class AttemptPool:
                         loop.call_later(_MEASURE_SECONDS, self._measure)
                     available = tuple([attempt.message.available_at for attempt in work])
                     self._measured.append((work[0].message.topic, available, began_at, now))
-                if now > turn_ends_at:
+                if now > self._turn_ends_at:
                     await asyncio.sleep(0)  # Let claims, finishes and the doorbell run.
                     now = loop.time()
-                    turn_ends_at = now + _TURN_SECONDS
+                    self._turn_ends_at = now + _TURN_SECONDS
             if not self._stopping:
                 waiter = loop.create_future()
                 self._idle.append(waiter)
@@ -294,7 +296,7 @@ class AttemptPool:
         results: Sequence[AttemptResult] | None = None
         try:
             results = await self._run_work(work)
-            if slot.runs_in_thread:
+            if slot.threads and slot.runs_in_thread:
                 await slot.threads_end()
         except asyncio.CancelledError:
             if not slot.timed_out:

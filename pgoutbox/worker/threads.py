@@ -11,10 +11,14 @@ import logging
 import os
 import socket
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
-from typing import Final, NoReturn, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +29,7 @@ class ThreadOwner:
 
     __slots__ = ()
 
-    def watch_thread(self, thread: Future[object], /) -> None:
+    def watch_thread(self, thread: Future[Any], /) -> None:
         """Remember the future of a thread that the caller has started."""
 
     def may_begin(self) -> Callable[[], bool]:
@@ -47,36 +51,119 @@ thread_owner: ContextVar[ThreadOwner] = ContextVar("thread_owner", default=_NOBO
 _LOOK_UPS: Final = (socket.getaddrinfo, socket.getnameinfo)
 
 
+class _Work(Future[R]):
+    """A call that waits for a thread, and its result."""
+
+    def __init__(self, call: Callable[[], R], may_begin: Callable[[], bool]) -> None:
+        super().__init__()
+        self._call = call
+        self._may_begin = may_begin
+
+    def run(self) -> None:
+        """Make the call, unless it was cancelled before."""
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._call() if self._may_begin() else _too_late()
+        except BaseException as error:  # noqa: BLE001 - raised again by the future
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+
+def _too_late() -> NoReturn:
+    raise TimeoutError("no thread was free before the timeout of the attempt")
+
+
 class AttemptThreads(ThreadPoolExecutor):
-    """An executor that tells the calling attempt, if there is one, of its work. It uses the threads of `inner`."""
+    """An executor that tells the calling attempt, if there is one, of its work. It uses the threads of `inner`.
+
+    A thread does all the work that it finds, one after the other. Before each one it begins another thread if more work
+    waits. So work that blocks delays no other, and much work that ends at once changes threads once and not each time.
+    """
 
     def __init__(self, max_workers: int | None = None, *, inner: Executor | None = None) -> None:
         super().__init__(max_workers, thread_name_prefix="pgoutbox-handler")
         self._inner = inner
+        self._begin_thread = super().submit if inner is None else inner.submit
+        self._lock = threading.Lock()
+        self._waiting: deque[_Work[Any]] = deque()
+        self._is_beginning = False  # A thread will begin, and look for work.
+        self._returned: list[asyncio.Future[None]] = []
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the function in a thread, as part of the calling attempt.
 
         The result is a `TimeoutError` if the attempt has passed its timeout before a thread was free.
         """
-        submit = super().submit if self._inner is None else self._inner.submit
         owner = _NOBODY if fn in _LOOK_UPS else thread_owner.get()
-        may_begin = owner.may_begin()
+        work = _Work(partial(fn, *args, **kwargs), owner.may_begin())
+        with self._lock:
+            if not self._is_beginning:
+                self._begin_thread(self._serve)
+                self._is_beginning = True
+            self._waiting.append(work)
+        owner.watch_thread(work)
+        return work
 
-        def work() -> R:
-            if not may_begin():
-                raise TimeoutError("no thread was free before the timeout of the attempt")
-            return fn(*args, **kwargs)
+    def _serve(self) -> None:
+        with self._lock:
+            self._is_beginning = False
+        while work := self._next():
+            work.run()
+            if self._inner is not None:
+                return  # Its other users wait for this thread too.
 
-        future = submit(work)
-        owner.watch_thread(cast("Future[object]", future))
-        return future
+    def _next(self) -> _Work[Any] | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            work = self._waiting.popleft()
+            if self._waiting and not self._is_beginning:
+                with suppress(RuntimeError):  # After `shutdown` no thread can begin.
+                    self._begin_thread(self._serve)
+                    self._is_beginning = True
+            return work
+
+    def returned(self, thread: Future[Any]) -> asyncio.Future[None]:
+        """Return a future of the running event loop that is done when this work has ended. All calls have one loop.
+
+        It is woken once for all work that ends in the meantime, where `asyncio.wrap_future` wakes it each time.
+        """
+        waiter = asyncio.get_running_loop().create_future()
+        thread.add_done_callback(lambda _: self._return(waiter))
+        return waiter
+
+    def _return(self, waiter: asyncio.Future[None]) -> None:
+        with self._lock:
+            self._returned.append(waiter)
+            is_first = len(self._returned) == 1
+        if is_first:
+            with suppress(RuntimeError):  # The loop is closed.
+                waiter.get_loop().call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        with self._lock:
+            returned, self._returned = self._returned, []
+        for waiter in returned:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the base class has it
         """Shut the threads down, including those of `inner`."""
+        if cancel_futures:
+            self._cancel_waiting()
         super().shutdown(wait, cancel_futures=cancel_futures)
         if self._inner is not None:
             self._inner.shutdown(wait, cancel_futures=cancel_futures)
+        if cancel_futures:
+            self._cancel_waiting()  # Submitted meanwhile.
+
+    def _cancel_waiting(self) -> None:
+        with self._lock:
+            waiting, self._waiting, self._is_beginning = self._waiting, deque(), False
+        for work in waiting:
+            work.cancel()
 
 
 def own_default_threads(max_workers: int) -> None:

@@ -170,7 +170,7 @@ async def cancelled_on_its_way(
     task = asyncio.create_task(outcome_of(dispatcher, handler_of(ends_later), message_of()))
     thread = await threads.get()
     may_end.set()
-    thread.result(PROCESS_PATIENCE_SECONDS)  # It blocks the event loop.
+    thread.exception(PROCESS_PATIENCE_SECONDS)  # It blocks the event loop.
     task.cancel()
     return await task, task
 
@@ -253,3 +253,21 @@ def test_an_error_without_a_text_shows_its_type() -> None:
 )
 def test_a_delay_is_kept_within_its_bounds(asked: float, granted: float) -> None:
     assert bounded_delay(asked) == granted
+
+
+def test_work_that_waits_for_a_thread_is_cancelled_with_the_threads() -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        began.set()
+        may_end.wait(PROCESS_PATIENCE_SECONDS)
+
+    threads = AttemptThreads(1)
+    running, waiting = threads.submit(hold), threads.submit(hold)
+    assert began.wait(PROCESS_PATIENCE_SECONDS)
+    threads.shutdown(wait=False, cancel_futures=True)
+    may_end.set()
+    running.result(PROCESS_PATIENCE_SECONDS)
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        threads.submit(hold)
