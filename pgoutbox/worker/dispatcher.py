@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
-from typing import Final
+from typing import Final, cast
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
@@ -132,9 +132,9 @@ class Dispatcher:
                 return _with_a_pause(result)
             case _ if isinstance(result, Outcome):
                 return result
-            case Content():
+            case _ if hasattr(result, "scheme"):  # `isinstance` with a protocol takes fifty times as long.
                 current_gate.set(attempt.pass_gate)
-                return await self.deliver(message, result)
+                return await self.deliver(message, cast("Content", result))
             case _:
                 # The next release of the handler can deliver the message. Its effects may have happened.
                 return SendFailure(

@@ -74,7 +74,8 @@ class AttemptExecutor:
         for attempt in work:
             if attempt.is_in_doubt(now):
                 return self._run_if_still_to_be_sent(work)
-        return (self._run_admitted if self.breakers.watches_any else self._run)(work)
+        is_held_back = self.breakers.watches_any and any(self.breakers.may_refuse(attempt.message) for attempt in work)
+        return (self._run_admitted if is_held_back else self._run)(work)
 
     async def close(self, *, keeps: Collection[Transport] = ()) -> None:
         """Close connections, threads, and the transports except those in `keeps`. Call it after all attempts."""

@@ -20,7 +20,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
-from pgoutbox.transports import Content, FollowsRedirect, Transport, current_gate, scheme_of
+from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, Switch, covering, held_back
 
 _REFRESH_SECONDS = 1.0
@@ -55,7 +55,7 @@ class Redirects:
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
         """Call the transport, with the gate of its attempt. The gate also holds contents back because of a redirect."""
         ensure_lease = current_gate.get()
-        follows = isinstance(transport, FollowsRedirect) and transport.follows_redirect
+        follows = getattr(transport, "follows_redirect", False)  # See `FollowsRedirect`.
 
         async def gate() -> Redirect | None:
             # Either answer may be late. Meanwhile the lease can be lost, and a redirect be switched on.

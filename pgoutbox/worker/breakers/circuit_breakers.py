@@ -117,17 +117,27 @@ class CircuitBreakers:
         """The number of breakers that are known to be open. Any thread may read it."""
         return sum(not circuit.breaker.is_closed for circuit in self._circuits.copy().values())
 
-    async def refusal(self, message: Message[object]) -> Postponed | None:
-        """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
+    def may_refuse(self, message: Message[object]) -> bool:
+        """Whether to ask for the `refusal` of this message: its breaker is not closed, or its destination is stalled.
 
-        It refuses only messages of topics whose handler is known to send by a transport. When a probe is due, one
-        message passes; the caller reports the end of its attempt with `release`.
+        The circuit is known before the handler runs for topics whose handler is known to send by a transport.
         """
+        circuit = self._circuit_of(message)
+        return circuit is not None and (not circuit.breaker.is_closed or circuit.room.is_stalled)
+
+    def _circuit_of(self, message: Message[object]) -> _Circuit | None:
         if message.destination is None or message.topic not in self._rendering_topics or message.id in self._grants:
             return None
         scheme = scheme_of(message.destination)
         key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
-        circuit = None if key is None else self._circuits.get(key)
+        return None if key is None else self._circuits.get(key)
+
+    async def refusal(self, message: Message[object]) -> Postponed | None:
+        """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
+
+        When a probe is due, one message passes; the caller reports the end of its attempt with `release`.
+        """
+        circuit = self._circuit_of(message)
         if circuit is None:
             return None
         match await self._admit(circuit, message):
@@ -161,27 +171,35 @@ class CircuitBreakers:
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
         """Call the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
         self._rendering_topics.add(message.topic)
+        key, parts = breaker_key(transport, message, content), part_keys(transport, message, content)
         call: _Call = partial(self._send_by, transport, message, content)
-        for part in part_keys(transport, message, content):
+        watched = [part for part in parts if part in self._circuits or part in (self._inherited or ())]
+        for part in watched:
             call = partial(self._send_through, part, message, call, is_part=True)
-        key = breaker_key(transport, message, content)
         began_at = self._clock()
         outcome = await (call() if key is None else self._send_through(key, message, call))
-        if isinstance(outcome, Sent) and message.topic != ALERT_TOPIC:
-            # The message may have waited for a worker that has this transport.
-            scheme = content.scheme if message.destination is None else scheme_of(message.destination)
-            keys = (missing_key(scheme), *part_keys(transport, message, content))
-            self._shared.note_success(*keys, *((key,) if key is not None else ()), began_at=began_at)
-        return outcome
+        if isinstance(outcome, Sent):
+            if message.topic != ALERT_TOPIC:
+                # The message may have waited for a worker that has this transport.
+                scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+                self._shared.note_success((missing_key(scheme), *parts, key), began_at=began_at)
+            return outcome
+        # The first failure of a part begins its circuit. Without one it is closed.
+        fault = outcome.breaker if isinstance(outcome, (SendFailure, Unavailable)) else None
+        if fault is None or fault in watched or fault not in parts:
+            return outcome
+        return await self._record(self._circuits.get(fault) or self._add(fault, is_part=True), message, outcome)
 
     async def _send_through(self, key: str, message: Message[object], call: _Call, *, is_part: bool = False) -> Outcome:
         circuit = self._circuits.get(key) or self._add(key, is_part=is_part)
         room = circuit.room
         try:
-            if (grant := None if is_part else self._grants.pop(message.id, None)) is not None:
+            if self._grants and not is_part and (grant := self._grants.pop(message.id, None)) is not None:
                 if grant.breaker_key == key:
                     return await self._probe(circuit, grant.probe_id, message, call)
                 self._give_back(grant, is_freed=True)
+            if circuit.breaker.is_closed and not room.is_full:
+                return await self._send_and_record(circuit, message, call)
             while (admission := await self._admit(circuit, message)) is Admission.SEND and room.is_full:
                 if room.is_stalled:
                     return _stalled(circuit)
@@ -226,10 +244,16 @@ class CircuitBreakers:
                 trips = breaker.record_failure(_TIMED_OUT, self._clock())
                 self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
             raise
-        # Other sends may have opened the breaker during this one.
         if isinstance(outcome, Sent) and counts:
             breaker.record_success(_recipient_of(message))
-        elif (failure := breaker.failure_of(outcome)) is not None:
+            return outcome
+        return await self._record(circuit, message, outcome)
+
+    async def _record(self, circuit: _Circuit, message: Message[object], outcome: Outcome) -> Outcome:
+        """Record an outcome other than a success. Other sends may have opened the breaker during this one."""
+        breaker = circuit.breaker
+        counts = message.topic != ALERT_TOPIC
+        if (failure := breaker.failure_of(outcome)) is not None:
             trips = counts and breaker.record_failure(failure, self._clock())
             await self._shared.record_failure(breaker, failure.error, trips=trips)
             # A probe of another message may have closed it again.

@@ -141,7 +141,7 @@ class SharedBreakers:
         """
         self._is_claim_newer = True
 
-    def note_success(self, *keys: str, began_at: float) -> None:
+    def note_success(self, keys: Sequence[str | None], *, began_at: float) -> None:
         """Close the breakers through which a send succeeded, if they are open for other workers.
 
         The worker that opened one may be gone, or may not know yet that the destination works again.
@@ -159,7 +159,7 @@ class SharedBreakers:
         open_keys = await self._ask(self._rows.open_keys())
         self._open_keys = open_keys if isinstance(open_keys, set) else set()
 
-    def _close_open(self, keys: Sequence[str], began_at: float) -> None:
+    def _close_open(self, keys: Sequence[str | None], began_at: float) -> None:
         for key in self._open_keys.intersection(keys):
             self._open_keys.discard(key)
             self.start(self.close(key, None, send_seconds=self._clock() - began_at))
