@@ -33,7 +33,7 @@ from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import ThreadOwner, thread_owner
 
-# How long attempts that end at once may follow each other before they yield to the event loop.
+# Attempts that end at once yield to the event loop after this time, or after twice this time if others have waited.
 _TURN_SECONDS = 0.005
 # The time for the result of a thread to reach its task, and the minimum time for the code after it.
 _RETURN_SECONDS = 0.1
@@ -133,7 +133,8 @@ class AttemptPool:
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
-        self._turn_ends_at = 0.0  # Then the next slot that does not have to wait yields.
+        self._turn_ends_at = 0.0
+        self._has_yielded = True  # Since the turn began.
 
     @property
     def capacity(self) -> int:
@@ -258,13 +259,19 @@ class AttemptPool:
                     available = tuple([attempt.message.available_at for attempt in work])
                     self._measured.append((work[0].message.topic, available, began_at, now))
                 if now > self._turn_ends_at:
-                    await asyncio.sleep(0)  # Let claims, finishes and the doorbell run.
-                    now = loop.time()
+                    if not self._has_yielded:
+                        await asyncio.sleep(0)  # Let claims, finishes and the doorbell run.
+                        now = loop.time()
                     self._turn_ends_at = now + _TURN_SECONDS
+                    self._has_yielded = False
+                    loop.call_soon(self._note_yield)
             if not self._stopping:
                 waiter = loop.create_future()
                 self._idle.append(waiter)
                 await waiter
+
+    def _note_yield(self) -> None:
+        self._has_yielded = True
 
     async def _attempt_incomplete(self, slot: _Slot, work: Work) -> None:
         """Read what the claim has left out of an attempt, and run it: its timeout begins after the wait for memory."""

@@ -37,6 +37,12 @@ async def plain(message: Message, context: Context) -> None:
     """Deliver."""
 
 
+@outbox.handler("budget.slow")
+async def wait(message: Message, context: Context) -> None:
+    """Deliver in 10 ms."""
+    await asyncio.sleep(0.01)
+
+
 @outbox.handler("budget.sync")
 def plain_sync(message: Message, context: SyncContext) -> None:
     """Deliver, in a thread, whose own calls are not counted."""

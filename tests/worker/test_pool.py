@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -327,3 +328,28 @@ async def test_stopping_releases_running_and_waiting_messages(count: int) -> Non
     await stand.slots.stop()
     assert stand.outcomes == {i: STOPPED if i < 2 else RELEASED for i in range(count)}
     assert stand.slots.open_count == 0
+
+
+async def test_attempts_that_never_wait_let_the_event_loop_turn() -> None:
+    stand = Stand(concurrency=2)
+    in_one_turn = [0]
+
+    async def work_for_a_while(work: Work) -> Sequence[AttemptResult]:
+        in_one_turn[-1] += 1
+        ends_at = time.monotonic() + 0.002
+        while time.monotonic() < ends_at:
+            pass
+        return [Sent()]
+
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            in_one_turn.append(0)
+
+    stand.attempt = work_for_a_while
+    turns = asyncio.create_task(count_turns())
+    stand.put(*range(1, 101))
+    await stand.until(lambda: len(stand.outcomes) == 100)
+    turns.cancel()
+    assert max(in_one_turn) <= 20, "not all of them in one turn"
+    await stand.slots.stop()
