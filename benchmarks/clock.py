@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.processes import Child, ChildError, running
 from benchmarks.programs.lifeline import Tally
@@ -22,6 +23,13 @@ _NEARLY_ALL = 0.97
 _ASK_EVERY_SECONDS = 0.004
 
 
+class Drained(NamedTuple):
+    """The duration of a drain, and the CPU time of the worker processes. Programs on Node.js do not report theirs."""
+
+    seconds: float
+    cpu_seconds: float
+
+
 @dataclass(slots=True)
 class _Progress:
     """The counts that the children have reported so far."""
@@ -29,6 +37,7 @@ class _Progress:
     first_at: float = float("inf")
     handled_count: int = 0
     total_count: int = 0
+    cpu_seconds: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def follow(self, worker: Child) -> None:
@@ -43,11 +52,13 @@ class _Progress:
                             self.handled_count += int(value)
                         case "total_count":
                             self.total_count += int(value)
+                        case "cpu_seconds":
+                            self.cpu_seconds += float(value)
                         case _:
                             raise ChildError(f"a worker said {line}")
 
 
-def seconds_to_drain(
+def drain(
     command: Sequence[str],
     *,
     dsn: str,
@@ -55,7 +66,7 @@ def seconds_to_drain(
     is_unfinished: Callable[[], bool],
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> float:
+) -> Drained:
     """Let this number of processes deliver a backlog of `count` messages, which is in the database already.
 
     `is_unfinished` returns whether work is left. Raise `ChildError` if the handlers were not called exactly `count`
@@ -84,7 +95,7 @@ def seconds_to_drain(
             follower.result(timeout=60)
     if progress.total_count != count:
         raise ChildError(f"{' '.join(command[1:])}: {progress.total_count} handler calls for {count} messages")
-    return ended_at - progress.first_at
+    return Drained(ended_at - progress.first_at, progress.cpu_seconds)
 
 
 def _wait(followers: Sequence[Future[None]], condition: Callable[[], bool]) -> None:

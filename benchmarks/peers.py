@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import psycopg
 
-from benchmarks.clock import seconds_to_drain
+from benchmarks.clock import drain
 from benchmarks.options import Options, rotated
 from benchmarks.report import Cell, Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, settle_all
@@ -87,7 +87,7 @@ def _measure(
             with psycopg.connect(dsn, autocommit=True) as connection:
                 settle_all(connection)
         with system.asking(dsn) as is_unfinished:
-            seconds = seconds_to_drain(
+            drained = drain(
                 system.command("work", *worker),
                 dsn=dsn,
                 count=count,
@@ -95,7 +95,7 @@ def _measure(
                 processes=processes,
                 environment=system.environment(dsn),
             )
-    return count / seconds, loaded
+    return count / drained.seconds, loaded
 
 
 def _add_drain(

@@ -18,6 +18,7 @@ from pathlib import Path
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.json import Jsonb
 
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
@@ -125,23 +126,24 @@ def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     connection.execute("TRUNCATE pgoutbox.message, pgoutbox.key_head, pgoutbox.dedupe")
 
 
-def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
+def load_pending(
+    connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str, **options: object
+) -> None:
     """Enqueue this number of messages in transactions of 1,000, like producers; no bell is rung."""
+    draft = Jsonb({"topic": topic, "payload": {}, **options})
     for start in range(0, count, 1000):
         connection.execute(
             """
             SELECT count(*)
             FROM pgoutbox.enqueue_many(
                 (
-                    SELECT jsonb_agg(jsonb_build_object(
-                        'topic', %(topic)s::text, 'payload', jsonb_build_object('user_id', n)
-                    ))
+                    SELECT jsonb_agg(jsonb_set(%(draft)s::jsonb, '{payload,user_id}', to_jsonb(n)))
                     FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
                 ),
                 notify => false
             )
             """,
-            {"topic": topic, "size": min(1000, count - start), "start": start},
+            {"draft": draft, "size": min(1000, count - start), "start": start},
         )
 
 

@@ -251,9 +251,10 @@ REDIS_SYSTEMS: Sequence[System] = (
 )
 
 
-def available_systems(*, on_redis: bool = False) -> tuple[list[System], list[str]]:
-    """Return the systems that can be measured here, and the reasons for the others."""
-    systems = (*SYSTEMS, *REDIS_SYSTEMS) if on_redis else SYSTEMS
+def available_systems(*names: str, on_redis: bool = False) -> tuple[list[System], list[str]]:
+    """Return the systems, or those with these names, that can be measured here; and the reasons for the others."""
+    known = (*SYSTEMS, *REDIS_SYSTEMS) if on_redis else SYSTEMS
+    systems = [system for system in known if not names or system.name in names]
     reasons = {system.name: system.reason_to_skip() for system in systems}
     notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason is not None]
     return [system for system in systems if reasons[system.name] is None], notes

@@ -18,17 +18,20 @@ from collections.abc import Callable, Sequence
 from pydantic import JsonValue
 
 from benchmarks.options import RETRY_NUMBER, TOPIC
+from benchmarks.programs.clients import SUBJECT, TEXT
 from benchmarks.programs.lifeline import Meter, Tally, before, hold_lifeline, replace_method, say, wait_for_go
+from pgoutbox import CloudEvent, Email, Webhook
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.kernel.run import Run
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
+from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import KernelAttempts
 from pgoutbox.worker.supervisor import run_worker
 
-_IO_SECONDS = 0.001
+_IO_SECONDS = 0.01
 _WAIT_SECONDS = 0.02
 
 
@@ -71,12 +74,19 @@ def _drain(mode: str) -> int:
 
 
 def _work(kind: str = "noop") -> int:
-    settings = load_settings()
-    outbox = Outbox(settings)
     tally = Tally()
-    _register(outbox, kind, tally.count)
+    outbox: Outbox
+    if kind == "django":
+        from benchmarks.programs import django_mail  # noqa: F401 - it sets Django up
+        from pgoutbox.contrib.django import outbox as project
+
+        outbox = project
+        replace_method(SmtpTransport, "send", before, tally.count)
+    else:
+        outbox = Outbox(load_settings())
+        _register(outbox, kind, tally.count)
     wait_for_go()
-    asyncio.run(_until_stopped(Worker(outbox, settings=settings)))
+    asyncio.run(_until_stopped(Worker(outbox)))
     tally.report()
     return 0
 
@@ -123,6 +133,17 @@ def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # 
             async def transactional(message: Message[JsonValue], context: Context) -> None:
                 count()
                 await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (_number_of(message),))
+
+        case "webhook" | "email" | "event":
+
+            @outbox.handler(TOPIC)
+            async def send(message: Message[JsonValue], context: Context) -> Webhook | Email | CloudEvent:  # noqa: ARG001
+                count()
+                if kind == "webhook":
+                    return Webhook(body=message.payload)
+                if kind == "email":
+                    return Email(subject=SUBJECT, text=TEXT.format(_number_of(message)))
+                return CloudEvent(message.payload)
 
         case _:
             raise SystemExit(f"unknown kind of handler: {kind}")

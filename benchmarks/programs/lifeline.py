@@ -51,18 +51,20 @@ class Tally:
 
     def __init__(self) -> None:
         self._count = 0
+        self._cpu_before = 0.0
 
     def count(self) -> None:
         """Count a handler call."""
         if self._count == 0:
+            self._cpu_before = time.process_time()
             say(first_at=time.monotonic())
         self._count += 1
         if self._count % self.STEP == 0:
             say(handled_count=self.STEP)
 
     def report(self) -> None:
-        """Report the total to the parent."""
-        say(total_count=self._count)
+        """Report the total to the parent, and the CPU time since the first call."""
+        say(total_count=self._count, cpu_seconds=time.process_time() - self._cpu_before)
 
 
 class Meter:
