@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from email import policy
 from email.header import decode_header, make_header
+from email.message import EmailMessage
 from email.utils import formataddr, getaddresses, parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,7 @@ from tests.support.settings import settings_with
 from tests.support.smtp_server import parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from email.message import EmailMessage
+    from collections.abc import Callable, Iterable
 
 SETTINGS = settings_with(smtp_host="mx.test", smtp_sender="Club <club@example.org>")
 
@@ -226,6 +226,69 @@ def test_text_and_html_become_alternatives_and_attachments_follow() -> None:
     )
     assert invitation["Content-Type"].params["method"] == "REQUEST"
     assert invitation.get_payload(decode=True) == b"BEGIN:VCALENDAR"
+
+
+def standard_content(email: Email, boundaries: Iterable[bytes]) -> bytes:
+    """Return the content of an e-mail with its headers, as the standard library writes it."""
+    utf8 = not str(email.to).isascii()
+    mime = EmailMessage(policy=policy.SMTP.clone(cte_type="7bit", utf8=utf8))
+    texts = [(subtype, text) for subtype, text in (("plain", email.text), ("html", email.html)) if text is not None]
+    for number, (subtype, text) in enumerate(texts):
+        add = mime.add_alternative if number else mime.set_content
+        add(text, subtype=subtype, cte="base64" if "\0" in text else None)
+    for attachment in email.attachments:
+        media_type = policy.SMTP.header_factory("Content-Type", attachment.media_type)
+        main, _, subtype = media_type.content_type.partition("/")
+        mime.add_attachment(
+            attachment.content,
+            maintype=main,
+            subtype=subtype,
+            filename=attachment.filename,
+            params=dict(media_type.params),
+        )
+    for part, boundary in zip((part for part in mime.walk() if part.is_multipart()), boundaries, strict=True):
+        part.set_boundary(boundary.decode())
+    return mime.as_bytes()
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(
+    st.sampled_from(["ann@example.com", "zoë@example.com"]),
+    st.lists(st.text(), min_size=2, max_size=2),
+    st.lists(
+        st.builds(
+            Attachment,
+            SAFE_TEXT,
+            st.binary(max_size=200),
+            st.sampled_from(
+                [
+                    "Application/PDF",
+                    "text/calendar; method=REQUEST",
+                    'image/png; name="ü"',
+                    "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+                ]
+            ),
+        ),
+        max_size=2,
+    ),
+)
+@example("ann@example.com", ["line\r\n.\nlast", "<p>" + "ü" * 100], [Attachment("invoice 7.pdf", b"x" * 58)])
+@example("ann@example.com", ["", "\0"], [Attachment("x" * 80, b""), Attachment('a"b.pdf', b"")])
+@example("ann@example.com", ["x" * 79, "é" * 39], [Attachment("a.ics", b"", "text/calendar; method=REQUEST")])
+def test_a_content_is_written_as_by_the_standard_library(
+    to: str, texts: list[str], attachments: list[Attachment]
+) -> None:
+    plain, rich = texts
+    for text, html in ((plain, None), (None, rich), (plain, rich)):
+        email = Email(to=to, subject="Hello", text=text, html=html, attachments=attachments)
+        try:
+            content = render(email, outgoing(), SETTINGS).content
+        except Permanent:
+            return
+        written = standard_content(email, re.findall(rb'boundary="(.*?)"', content))
+        assert content.endswith(written)
+        assert b"\r\n\r\n" not in content.removesuffix(written)
 
 
 def test_html_alone_is_a_single_part() -> None:

@@ -6,14 +6,17 @@ never shortens a header or an address to make it valid.
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.contentmanager import raw_data_manager
 from email.header import Header
-from email.headerregistry import Address, AddressHeader, ContentTypeHeader
+from email.headerregistry import Address, ContentTypeHeader
 from email.message import EmailMessage
-from email.policy import EmailPolicy
+from email.policy import EmailPolicy, compat32
 from email.utils import format_datetime
 from typing import TYPE_CHECKING, Self, cast
 from urllib.parse import unquote
@@ -53,6 +56,11 @@ _RESERVED_HEADERS = frozenset(
 )  # fmt: skip
 _RESERVED_PREFIXES = ("content-", "resent-")
 _ORIGINAL_RECIPIENTS = "X-Pgoutbox-Original-To"
+_MIME_VERSION = "MIME-Version: 1.0\r\n"
+
+# This policy keeps headers as texts. `EmailPolicy` parses each one, which takes longer than the rest of an e-mail.
+_UNFOLDED = compat32.clone(linesep="\r\n", cte_type="7bit")
+_SHORT_FILENAME = re.compile(r"[A-Za-z0-9 ._()+-]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,23 +220,21 @@ def render(
     recipients = [*to, *cc, *bcc]
     smtputf8_problem = _smtputf8_problem([*shown, *bcc, *_listed(envelope_sender)])
 
-    mime = EmailMessage(policy=_WirePolicy(linesep="\r\n", cte_type="7bit", utf8=smtputf8_problem is not None))
-    mime["From"] = sender.address
-    for name, boxes in (("To", to), ("Cc", cc), ("Reply-To", reply_to)):
-        if boxes:
-            mime[name] = tuple(box.address for box in boxes)
-    mime["Subject"] = header_text("email.subject", email.subject)
-    mime["Date"] = format_datetime(datetime.now(UTC))
+    utf8 = smtputf8_problem is not None
+    named = (("From", [sender]), ("To", to), ("Cc", cc), ("Reply-To", reply_to))
+    head = [_address_header(name, boxes, utf8=utf8) for name, boxes in named if boxes]
+    head.append(_header("Subject", email.subject, utf8=utf8, field="email.subject"))
+    head.append(_header("Date", format_datetime(datetime.now(UTC)), utf8=utf8))
     # The sender's domain, because replicas have host names of their own, and the id must be the same from each of them.
-    mime["Message-ID"] = f"<{message.idempotency_key}@{sender.address.domain}>"
+    message_id = f"<{message.idempotency_key}@{sender.address.domain}>"
+    head.append(_header("Message-ID", message_id, utf8=utf8))
     if originals:
-        mime[_ORIGINAL_RECIPIENTS] = ", ".join(originals)
-    _add_headers(mime, email.headers)
-    _add_body(mime, email)
+        head.append(_header(_ORIGINAL_RECIPIENTS, ", ".join(originals), utf8=utf8))
+    head.extend(_own_headers(email.headers, utf8=utf8))
     return RenderedEmail(
         sender=_address(envelope_sender),
         recipients=tuple(dict.fromkeys(box.address.addr_spec for box in recipients)),
-        content=mime.as_bytes(),
+        content=b"".join(head) + _body(email, utf8=utf8),
         smtputf8_problem=smtputf8_problem,
     )
 
@@ -252,7 +258,7 @@ def _render_raw(
         # These recipients are only in the envelope, like blind copies.
         _, _, to, originals = _redirected(redirect, message, [], [], to)
         if originals:
-            data = _WirePolicy(utf8=False).fold_binary(_ORIGINAL_RECIPIENTS, ", ".join(originals)) + data
+            data = _header(_ORIGINAL_RECIPIENTS, ", ".join(originals), utf8=False) + data
     return RenderedEmail(
         sender=_address(envelope_sender),
         recipients=tuple(dict.fromkeys(box.address.addr_spec for box in to)),
@@ -378,28 +384,37 @@ def _mailboxes(name: str, value: object) -> list[Mailbox]:
     return [parse_mailbox(f"{name}[{index}]", item) for index, item in enumerate(value)]
 
 
-def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
+def _own_headers(headers: Mapping[str, str], *, utf8: bool) -> Iterator[bytes]:
     for name, value in headers.items():
         where = f"email.headers[{name!r}]"
         if not _HEADER_NAME.fullmatch(name):
             raise Permanent(f"{where}: is not the name of a header")
         if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
             raise Permanent(f"{where}: is set by pgoutbox, not by headers")
-        mime[name] = header_text(where, value)
+        yield _header(name, value, utf8=utf8, field=where)
 
 
-def _add_body(mime: EmailMessage, email: Email) -> None:
-    parts = [("text", "plain", email.text), ("html", "html", email.html)]
-    given = [(name, subtype, body) for name, subtype, body in parts if body is not None]
-    for index, (name, subtype, body) in enumerate(given):
-        encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
-        add = mime.add_alternative if index else mime.set_content
-        # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
-        add(body, subtype=subtype, cte="base64" if "\0" in body else None)
-    _add_attachments(mime, email.attachments)
+def _body(email: Email, *, utf8: bool) -> bytes:
+    """Return the headers of the content, and the content, as `EmailMessage` writes them by `email.policy.SMTP`."""
+    texts = []
+    for name, subtype, body in (("text", "plain", email.text), ("html", "html", email.html)):
+        if body is not None:
+            encode_text(f"email.{name}", body)  # It raises for a text that is not valid.
+            texts.append(_text_part(subtype, body))
+    part = texts[0] if len(texts) == 1 else _multipart("alternative", texts)
+    files = _file_parts(email.attachments, utf8=utf8)
+    return _multipart("mixed", [part, *files]) if files else part
 
 
-def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> None:
+def _text_part(subtype: str, body: str) -> bytes:
+    part = EmailMessage(policy=_UNFOLDED)
+    # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
+    cte = "base64" if "\0" in body else None
+    part.set_content(body, subtype=subtype, cte=cte, content_manager=raw_data_manager)
+    return _unfolded_headers(part) + str(part.get_payload()).replace("\n", "\r\n").encode("ascii")
+
+
+def _file_parts(attachments: Sequence[Attachment], *, utf8: bool) -> list[bytes]:
     for index, attachment in enumerate(attachments):
         if not isinstance(attachment.content, bytes):
             raise Permanent(
@@ -408,17 +423,28 @@ def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> N
     total = sum(len(attachment.content) for attachment in attachments)
     if total > MAX_ATTACHMENT_BYTES:
         raise Permanent(f"email.attachments: {total} bytes together are more than {MAX_ATTACHMENT_BYTES}")
-    for index, attachment in enumerate(attachments):
-        where = f"email.attachments[{index}]"
-        filename = header_text(f"{where}.filename", attachment.filename)
-        media_type = _media_type(f"{where}.media_type", attachment.media_type)
-        mime.add_attachment(
-            attachment.content,
-            maintype=media_type.maintype,
-            subtype=media_type.subtype,
-            filename=filename,
-            params=dict(media_type.params),
-        )
+    return [
+        _file_headers(f"email.attachments[{index}]", attachment, utf8=utf8)
+        + base64.encodebytes(attachment.content).replace(b"\n", b"\r\n")
+        for index, attachment in enumerate(attachments)
+    ]
+
+
+def _file_headers(where: str, attachment: Attachment, *, utf8: bool) -> bytes:
+    filename = header_text(f"{where}.filename", attachment.filename)
+    media_type = _media_type(f"{where}.media_type", attachment.media_type)
+    is_short = _SHORT_FILENAME.fullmatch(filename) and not media_type.params
+    part = EmailMessage(policy=_UNFOLDED if is_short else EmailPolicy(linesep="\r\n", utf8=utf8))
+    part.set_content(
+        b"",
+        maintype=media_type.maintype,
+        subtype=media_type.subtype,
+        filename=filename,
+        disposition="attachment",
+        params=dict(media_type.params),
+        content_manager=raw_data_manager,
+    )
+    return _unfolded_headers(part) if is_short else part.as_bytes()
 
 
 def _media_type(name: str, value: object) -> ContentTypeHeader:
@@ -432,24 +458,33 @@ def _media_type(name: str, value: object) -> ContentTypeHeader:
     return cast("ContentTypeHeader", header)
 
 
-class _WirePolicy(EmailPolicy):
-    """`email.policy.SMTP` with another folding of headers.
+def _unfolded_headers(part: EmailMessage) -> bytes:
+    """Return the headers of a part, which are short or cannot be folded, and the empty line after them."""
+    return "".join((*(f"{name}: {value}\r\n" for name, value in part.items()), "\r\n")).encode("ascii")
 
-    The standard library turns a word that is too long for a line into encoded words. That breaks the URL of a
-    List-Unsubscribe and the ids of References. Some of its releases lose the quotes of a display name at a fold.
-    """
 
-    def fold_binary(self, name: str, value: str) -> bytes:
-        if name.lower().startswith(("content-", "mime-")):
-            return super().fold_binary(name, value)
-        if isinstance(value, AddressHeader):
-            folded = ",\r\n ".join(_fold_mailbox(address, utf8=self.utf8) for address in value.addresses)
-        else:
-            folded = _fold_text(str(value), first_line_used=len(name) + 2, utf8=self.utf8)
-        return f"{name}: {folded}\r\n".encode()
+def _multipart(subtype: str, parts: Sequence[bytes]) -> bytes:
+    boundary = f"=={secrets.token_hex(12)}"
+    head = f'{_MIME_VERSION}Content-Type: multipart/{subtype}; boundary="{boundary}"\r\n'.encode()
+    opening = f"\r\n--{boundary}\r\n".encode()
+    # As in the standard library, the first part has no version: it was the e-mail before it became a part.
+    first = parts[0].replace(_MIME_VERSION.encode(), b"", 1)
+    return head + opening + opening.join((first, *parts[1:])) + f"\r\n--{boundary}--\r\n".encode()
+
+
+def _header(name: str, value: object, *, utf8: bool, field: str = "") -> bytes:
+    """Return a header. Raises `Permanent` with the field for a text that could become a second header."""
+    folded = _fold_text(header_text(field or name, value), first_line_used=len(name) + 2, utf8=utf8)
+    return f"{name}: {folded}\r\n".encode()
+
+
+def _address_header(name: str, boxes: Sequence[Mailbox], *, utf8: bool) -> bytes:
+    folded = ",\r\n ".join(_fold_mailbox(box.address, utf8=utf8) for box in boxes)
+    return f"{name}: {folded}\r\n".encode()
 
 
 def _fold_mailbox(address: Address, *, utf8: bool) -> str:
+    # Some releases of the standard library lose the quotes of a display name at a fold.
     name = address.display_name
     if not name:
         return address.addr_spec
@@ -463,7 +498,11 @@ def _fold_mailbox(address: Address, *, utf8: bool) -> str:
 
 
 def _fold_text(text: str, *, first_line_used: int, utf8: bool) -> str:
-    """Fold at white space, and encode only if necessary."""
+    """Fold at white space, and encode only if necessary.
+
+    The standard library encodes each word that is too long for a line. That breaks the URL of a List-Unsubscribe and
+    the ids of References.
+    """
     pieces = re.findall(r"[ \t]*[^ \t]+", text)
     longest = max((len(piece.encode()) for piece in pieces), default=0)
     if longest > _MAX_WORD_LENGTH or not (text.isascii() or utf8):
