@@ -18,6 +18,7 @@ from email.headerregistry import Address, ContentTypeHeader
 from email.message import EmailMessage
 from email.policy import EmailPolicy, compat32
 from email.utils import format_datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Self, cast
 from urllib.parse import unquote
 
@@ -406,6 +407,7 @@ def _body(email: Email, *, utf8: bool) -> bytes:
     return _multipart("mixed", [part, *files]) if files else part
 
 
+@lru_cache(maxsize=4)  # The e-mails of a fan-out often have the same text and HTML.
 def _text_part(subtype: str, body: str) -> bytes:
     part = EmailMessage(policy=_UNFOLDED)
     # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
