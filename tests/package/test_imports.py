@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONAL = (
     "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "argon2", "asyncpg", "confluent_kafka", "cryptography",
-    "django", "email.mime", "h11", "http.server", "httpcore", "httpx", "itsdangerous", "jinja2", "nats",
+    "django", "email.mime", "h11", "http.server", "httpx", "itsdangerous", "jinja2", "nats",
     "opentelemetry", "prometheus_client", "pytest", "python_multipart", "redis", "rich", "smtplib",
     "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from pgoutbox.message import Message, Permanent, Snooze, Transient, Unavailable
 from pgoutbox.transports import current_gate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from pgoutbox.message import Outcome
     from pgoutbox.transports import Transport
@@ -61,9 +61,16 @@ def closed_gate() -> Iterator[list[None]]:
         asked.append(None)
         raise Snooze(1, "the gate is closed")
 
-    token = current_gate.set(refuse)
-    try:
+    with gate(refuse):
         yield asked
+
+
+@contextmanager
+def gate(ask: Callable[[], Coroutine[object, object, None]]) -> Iterator[None]:
+    """Let each hand-over call `ask` at its gate."""
+    token = current_gate.set(ask)
+    try:
+        yield
     finally:
         current_gate.reset(token)
 

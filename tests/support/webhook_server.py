@@ -75,6 +75,11 @@ class WebhookServer:
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
+    def say_to_idle(self, data: bytes) -> None:
+        """Send data on the connections that wait for a request."""
+        for writer in self._idle:
+            writer.write(data)
+
     def url(self, path: str = "/hook", *, scheme: str = "https", host: str | None = None) -> str:
         """Return a URL of this server."""
         return f"{scheme}://{host or self.host}:{self.port}{path}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import socket
 import ssl
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import standardwebhooks
@@ -20,12 +21,12 @@ from pgoutbox.message import Permanent, SendFailure, Sent, Snooze, Transient, Un
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 from pgoutbox.transports.webhook import WebhookTransport
-from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
+from pgoutbox.transports.webhook.connection import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
-from tests.support.dialogues import HOST
+from tests.support.dialogues import HOST, listening
 from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, rows_of, running
-from tests.support.sends import closed_gate, closing, error_of, outgoing
+from tests.support.sends import closed_gate, closing, error_of, gate, outgoing
 from tests.support.settings import settings_with
 from tests.support.waiting import until
 from tests.support.webhook_server import Misbehaviour, answer, webhook_server
@@ -134,6 +135,14 @@ async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(ope
     assert server.received == []
 
 
+async def test_a_closed_gate_leaves_no_connection_open(open_transport: Open) -> None:
+    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port)
+        with closed_gate(), pytest.raises(Snooze):
+            await transport.send(outgoing(destination=server.url(scheme="http")), HOOK)
+        await server.was_left.wait()
+
+
 async def test_the_request_contains_only_the_given_values(open_transport: Open) -> None:
     async with webhook_server(answer(200, Set_Cookie="a=b")) as server:
         transport = open_transport(server.port)
@@ -171,43 +180,106 @@ async def test_a_connection_closed_by_the_server_is_replaced(open_transport: Ope
     assert server.connection_count == 3
 
 
-@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-@pytest.mark.parametrize("is_noticed_late", [False, True], ids=["at once", "late"])
-async def test_a_dead_idle_connection_costs_no_attempt(
-    open_transport: Open, monkeypatch: pytest.MonkeyPatch, reset: bool, is_noticed_late: bool
-) -> None:
+@pytest.mark.parametrize("end", ["closed", "reset", "an answer that nobody asked for"])
+@pytest.mark.parametrize("moment", ["before the send", "at the gate", "at the gate, unnoticed"])
+async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end: str, moment: str) -> None:
+    async def end_idle(*, turns: int) -> None:
+        if server.connection_count == 1:
+            if end == "closed" or end == "reset":
+                server.close_idle(reset=end == "reset")
+            else:
+                server.say_to_idle(answer(408))
+            for _ in range(turns):
+                await asyncio.sleep(0)  # A turn closes the server's socket. The client notices it in a later one.
+
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port)
         message = outgoing(destination=server.url(scheme="http"))
         assert await transport.send(message, HOOK) == Sent()
-        (idle,) = transport._idle
-        server.close_idle(reset=reset)
-        await until(lambda: not idle.is_ready)
-        if is_noticed_late:  # It dies between the check and the first byte of the request.
-            monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
-        assert await transport.send(message, HOOK) == Sent()
+        if moment == "before the send":
+            await end_idle(turns=9)
+            assert await transport.send(message, HOOK) == Sent()
+        else:
+            with gate(partial(end_idle, turns=1 if "unnoticed" in moment else 9)):
+                assert await transport.send(message, HOOK) == Sent()
     assert [len(server.received), server.connection_count] == [2, 2]
 
 
+async def test_a_new_connection_that_ends_at_the_gate_was_not_used(open_transport: Open) -> None:
+    async def until_closed() -> None:
+        await server.was_left.wait()
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+    async with webhook_server(Misbehaviour.REFUSE) as server, asyncio.timeout(PATIENCE_SECONDS):
+        with gate(until_closed):
+            outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
+    assert error_of(outcome, Transient) == "connect: the connection was closed"
+    assert isinstance(outcome, SendFailure)
+    assert not outcome.unknown
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
 async def test_an_undetected_dead_idle_connection_leaves_the_outcome_unknown(
-    open_transport: Open, monkeypatch: pytest.MonkeyPatch
+    open_transport: Open, method: Literal["POST", "PUT"]
 ) -> None:
-    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+    async with webhook_server(answer(200), DROP) as server:
         transport = open_transport(server.port)
         message = outgoing(destination=server.url(scheme="http"))
         assert await transport.send(message, HOOK) == Sent()
-        (idle,) = transport._idle
-        server.close_idle()
-        await until(lambda: not idle.is_ready)
-        # The close is still in transit when the request is written, so the request may have been read.
-        monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
-        assert idle._stream is not None
-        monkeypatch.setattr(idle._stream, "get_extra_info", lambda info: False)
-        outcome = await transport.send(message, HOOK)
+        outcome = await transport.send(message, Webhook(body=1, method=method))
     assert error_of(outcome, Transient).startswith("outcome unknown: the connection was ")
     assert isinstance(outcome, SendFailure)
     assert outcome.unknown
-    assert len(server.received) == 1
+    assert [len(server.received), server.connection_count] == [2, 1]
+
+
+async def test_a_second_answer_to_one_request_is_not_an_answer_to_the_next(open_transport: Open) -> None:
+    async with webhook_server(answer(200) + answer(410), answer(200)) as server:
+        transport = open_transport(server.port)
+        for _ in range(2):
+            assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+    assert server.connection_count == 2
+
+
+async def test_a_connection_with_unsent_bytes_is_not_reused(open_transport: Open) -> None:
+    was_left = asyncio.Event()
+
+    async def refuse_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(413))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(65_536):
+                pass
+        was_left.set()
+        writer.close()
+
+    async with listening(refuse_early) as port, asyncio.timeout(PATIENCE_SECONDS):
+        hook = Webhook(body=b"x" * 20_000_000)
+        outcome = await open_transport(port).send(outgoing(destination=f"http://{HOST}:{port}"), hook)
+        assert error_of(outcome, Permanent) == "413 Request Entity Too Large"
+        await was_left.wait()
+
+
+async def test_the_number_of_idle_connections_is_limited_by_the_setting(open_transport: Open) -> None:
+    async with webhook_server() as server, webhook_server() as other, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_ports=f"{server.port},{other.port}", webhook_connections=1)
+        for where in (server, other):
+            assert await transport.send(outgoing(destination=where.url(scheme="http")), HOOK) == Sent()
+        await server.was_left.wait()
+        assert not other.was_left.is_set()
+
+
+async def test_a_connection_that_was_idle_for_long_is_replaced(
+    open_transport: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgoutbox.transports.webhook.transport.IDLE_SECONDS", -1)  # Every idle connection is old.
+    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port)
+        for _ in range(2):
+            assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+        await server.was_left.wait()
+    assert server.connection_count == 2
 
 
 async def test_the_number_of_concurrent_requests_is_limited_by_the_setting(open_transport: Open) -> None:
@@ -224,6 +296,12 @@ async def test_the_number_of_concurrent_requests_is_limited_by_the_setting(open_
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
 async def test_a_2xx_status_is_sent(open_transport: Open, status: int) -> None:
     async with webhook_server(answer(status)) as server:
+        destination = server.url(scheme="http")
+        assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
+
+
+async def test_a_204_with_a_body_is_sent(open_transport: Open) -> None:
+    async with webhook_server(answer(204, b"x")) as server:
         destination = server.url(scheme="http")
         assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
 
@@ -385,6 +463,14 @@ async def test_a_long_body_is_read_only_in_part_and_its_connection_closed(
     async with webhook_server(behaviour) as server, asyncio.timeout(PATIENCE_SECONDS):
         # The limit also covers the connection, and must not end that here.
         transport = open_transport(server.port, webhook_timeout_seconds=6 * SHORT_SECONDS)
+        assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+        await server.was_left.wait()
+
+
+@pytest.mark.slow
+async def test_a_slow_body_does_not_hold_the_outcome_until_the_deadline(open_transport: Open) -> None:
+    async with webhook_server(Misbehaviour.DRIP_BODY) as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_timeout_seconds=600)
         assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
         await server.was_left.wait()
 
@@ -603,6 +689,38 @@ async def test_after_an_unresponsive_address_the_next_one_is_tried(
     async with webhook_server(host="127.0.0.2") as server:
         destination = server.url(scheme="http", host="hooks.test")
         assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
+
+
+@pytest.mark.slow
+async def test_after_an_endless_handshake_the_next_address_is_tried(
+    open_transport: Open, look_ups: tuple[Answers, list[str]], tls: ssl.SSLContext, ca_file: Path
+) -> None:
+    look_ups[0]["hooks.test"] = [["127.0.0.3", "127.0.0.2"]]
+    async with (
+        webhook_server(tls=tls, host="127.0.0.2") as server,
+        webhook_server(HANG, host="127.0.0.3", port=server.port) as silent,
+        asyncio.timeout(PATIENCE_SECONDS),
+    ):
+        transport = open_transport(
+            server.port, webhook_ca_file=str(ca_file), webhook_connect_timeout_seconds=2 * SHORT_SECONDS
+        )
+        assert await transport.send(outgoing(destination=server.url(host="hooks.test")), HOOK) == Sent()
+        await silent.was_left.wait()
+
+
+@pytest.mark.slow
+async def test_a_look_up_that_takes_too_long_is_transient(
+    open_transport: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(2 * PATIENCE_SECONDS))
+    transport = open_transport(443, webhook_connect_timeout_seconds=SHORT_SECONDS, webhook_timeout_seconds=600)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            outcome = await transport.send(outgoing(destination="https://hooks.test"), HOOK)
+    finally:
+        answered.set()
+    assert error_of(outcome, Transient) == "connect: no connection within 0.5 s"
 
 
 # --- a worker ---------------------------------------------------------------------------------------------------------

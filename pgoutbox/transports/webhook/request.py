@@ -136,6 +136,12 @@ class RenderedRequest:
             (b"webhook-signature", sign(self.keys, self.webhook_id, timestamp, self.body).encode()),
         ]
 
+    def signed_bytes(self, timestamp: int) -> bytes:
+        """Return the whole request in HTTP/1.1, signed for this second."""
+        lines = [f"{self.method} {self.endpoint.target} HTTP/1.1\r\n".encode()]
+        lines += [b"%s: %s\r\n" % header for header in self.signed_headers(timestamp)]
+        return b"".join((*lines, b"\r\n", self.body))
+
 
 def render(webhook: Webhook, message: Message[object], rules: Rules) -> RenderedRequest:
     """Return the request that would be sent for this message; resolves and connects to nothing.

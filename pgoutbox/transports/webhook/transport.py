@@ -1,28 +1,27 @@
 """The transport that sends webhooks, and never to an address that is not public.
 
-A name is resolved once, all of its addresses are checked, and one of the checked addresses is dialled; the certificate
-must still be for the name. Proxies of the environment, cookies and redirects are not used. Only the status of an answer
-is recorded, unless the settings ask for an excerpt.
+A name is resolved once for each connection, all of its addresses are checked, and one of the checked addresses is
+dialled; the certificate must still be for the name. There are no proxies, no cookies and no redirects. Only the status
+of an answer is recorded, unless the settings ask for an excerpt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass, field
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import lru_cache, partial
 from hashlib import blake2b
 from http import HTTPStatus
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Unavailable
@@ -34,23 +33,21 @@ from pgoutbox.transports.tls import verifying_context
 from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
 
 if TYPE_CHECKING:
-    import httpcore
-
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
-    from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy
+    from pgoutbox.transports.webhook.connection import Answer, Connection
+    from pgoutbox.transports.webhook.url_policy import Endpoint
 
 __all__ = ["Webhook", "WebhookTransport"]
 
 _telemetry = Telemetry(logging.getLogger("pgoutbox.transports.webhook"))
 
-MAX_ANSWER_BYTES = 64 * 1024
-_REST_SECONDS = 2.0
-_IDLE_SECONDS = 30.0
+IDLE_SECONDS = 30.0
 _MAX_RESOLVER_THREADS = 32
 _MAX_DIALLED_ADDRESSES = 4
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
+_STATUS_TEXTS = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
@@ -58,7 +55,7 @@ _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 def is_installed() -> bool:
     """Whether the extra `webhook` is installed. Imports none of its packages."""
-    return find_spec("httpcore") is not None and find_spec("anyio") is not None
+    return find_spec("h11") is not None
 
 
 class WebhookTransport:
@@ -68,7 +65,7 @@ class WebhookTransport:
     they are fresh. One deadline covers the whole exchange. TLS 1.2 or newer is verified against the CAs of the system
     and `webhook.ca_file`. `clock`, in seconds since 1970, gives the time of signatures.
 
-    Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without httpcore.
+    Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without h11.
     """
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.time) -> None:
@@ -77,10 +74,14 @@ class WebhookTransport:
         self._settings = settings.webhook
         self._clock = clock
         self._rules = Rules.of(self._settings)
-        if self._settings.ca_file is not None:
-            _ = self._tls_context
+        self._tls = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
+        self._tls.set_alpn_protocols(["http/1.1"])
+        self._connect_seconds = min(self._settings.connect_timeout_seconds, self._settings.timeout_seconds)
         self._slots = asyncio.Semaphore(self._settings.connections)
-        self._idle: list[_Connection] = []
+        self._idle: dict[Connection, None] = {}  # The least recently used is first.
+        # Separate threads: a slow name server of a receiver must not delay other look-ups of this process.
+        thread_count = min(self._settings.connections, _MAX_RESOLVER_THREADS)
+        self._resolver = ThreadPoolExecutor(thread_count, "pgoutbox-resolver")
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -99,355 +100,188 @@ class WebhookTransport:
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
         try:
             request = render(content, message, self._rules)
-        except (Permanent, Unavailable) as refusal:
-            return refusal
-        if self._settings.trace_context:
-            request = request.with_headers(current_context())
-        async with self._slots:
-            return await self._exchange(request, self._access_key(message, content))
+            if self._settings.trace_context:
+                request = request.with_headers(current_context())
+            async with self._slots:
+                answer = await self._exchange(request)
+        except (Permanent, SendFailure, Unavailable) as outcome:
+            return outcome
+        return self._classify(request, answer, _url(message, content))
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         """Return a key for each scheme, host and port."""
-        url = content.url if isinstance(content, Webhook) else None
-        return breaker_key_of(url or message.destination or "")
+        return breaker_key_of(_url(message, content))
 
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
         """Return the keys of the secret of the settings, if it signs the request, and of the access to this URL."""
         if not isinstance(content, Webhook):
             return ()
         secret = secret_key(content)
-        return (self._access_key(message, content), *(() if secret is None else (secret,)))
-
-    def _access_key(self, message: Message[object], content: Webhook) -> str:
-        # Receivers may share a host, and a URL may contain a token: its digest tells them apart.
-        digest = blake2b(str(content.url or message.destination).encode(), digest_size=4).hexdigest()
-        return f"{self.breaker_key(message, content)} access {digest}"
+        return (_access_key(_url(message, content)), *(() if secret is None else (secret,)))
 
     async def aclose(self) -> None:
         """Close every connection."""
-        idle, self._idle = self._idle, []
-        await asyncio.gather(*(connection.close() for connection in idle))
-        if "_resolver" in vars(self):
-            self._resolver.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.popitem()[0].close()
+        self._resolver.shutdown(wait=False, cancel_futures=True)
 
-    async def _exchange(self, request: RenderedRequest, access_key: str) -> Outcome:
-        connection = await self._take_idle(request.endpoint) or self._new_connection(request.endpoint)
-        answer = _Answer()
+    async def _exchange(self, request: RenderedRequest) -> Answer:
+        """Send the request, signed for this second, and return the answer with a limited part of its body.
+
+        Raises `SendFailure` without an answer, and `Permanent` if an address of the host is forbidden.
+        """
+        connection = answer = None
         try:
             async with asyncio.timeout(self._settings.timeout_seconds):
-                try:
-                    await connection.ask(request, answer, clock=self._clock)
-                except _DeadConnectionError:
-                    # It died while it was idle, and nothing was written: try a new connection, which cannot have this
-                    # problem.
-                    await connection.close()
-                    connection = self._new_connection(request.endpoint)
-                    await connection.ask(request, answer, clock=self._clock)
-        except _RefusedAddress:
-            return Permanent(
-                f"{request.endpoint.host}: is not in the public internet, nor in a network that "
-                "PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS allows"
-            )
-        except _failures() as error:
+                connection = await self._ready_connection(request.endpoint)
+                answer = connection.send(request.signed_bytes(int(self._clock())))
+                await answer.ended
+        except (OSError, EOFError) as error:
+            if answer is None:
+                text = _reason(error) or f"no connection within {self._connect_seconds:g} s"
+                raise SendFailure(f"connect: {one_line(text)}", outage=True) from None
             if answer.status is None:
-                return self._broken_off(connection, error)
+                text = self._unknown(error)
+                raise SendFailure(f"outcome unknown: {text}", outage=True, unknown=True) from None
         finally:
-            await self._keep_or_close(connection)
-        return self._classify(request, answer, access_key)
+            if connection is not None:
+                self._keep_or_close(connection)
+        return answer
 
-    def _broken_off(self, connection: _Connection, error: BaseException) -> Outcome:
-        import httpcore
-
-        if isinstance(error, httpcore.LocalProtocolError):
-            return Permanent("the request is not valid HTTP")
-        if not connection.may_have_sent:
-            text = str(error) or f"no connection within {self._connect_seconds:g} s"
-            return SendFailure(f"connect: {one_line(text)}", outage=True)
-        # The texts of httpcore would quote the receiver's data.
+    def _unknown(self, error: Exception) -> str:
+        """Return the reason why there is no answer. The texts of the libraries would quote the receiver's data."""
         match error:
-            case httpcore.RemoteProtocolError():
-                text = "the connection was closed without an answer, or the answer is not HTTP"
-            case httpcore.TimeoutException() | TimeoutError():
-                text = f"no answer within {self._settings.timeout_seconds:g} s"
+            case EOFError():
+                return "the connection was closed without an answer, or the answer is not HTTP"
+            case TimeoutError():
+                return f"no answer within {self._settings.timeout_seconds:g} s"
             case _:
-                text = "the connection was lost"
-        return SendFailure(f"outcome unknown: {text}", outage=True, unknown=True)
+                return "the connection was lost"
 
-    def _classify(self, request: RenderedRequest, answer: _Answer, access_key: str) -> Outcome:
+    async def _ready_connection(self, endpoint: Endpoint) -> Connection:
+        """Return a connection that has passed the gate. One that died while it was idle is replaced."""
+        while True:
+            connection = idle = self._take_idle(endpoint)
+            if connection is None:
+                async with asyncio.timeout(self._connect_seconds):
+                    connection = await self._dial(endpoint)
+            try:
+                await pass_gate()
+                if idle is None or connection.is_silent():
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+
+    def _take_idle(self, endpoint: Endpoint) -> Connection | None:
+        """Return the most recently used connection to this host and port."""
+        oldest_at = asyncio.get_running_loop().time() - IDLE_SECONDS
+        while self._idle and (oldest := next(iter(self._idle))).idle_at < oldest_at:
+            del self._idle[oldest]
+            oldest.close()
+        for connection in reversed(self._idle):
+            if connection.origin == endpoint.origin:
+                del self._idle[connection]
+                return connection
+        return None
+
+    def _keep_or_close(self, connection: Connection) -> None:
+        """Keep the connection if its exchange is complete on both sides, also after a cancellation. Else close it."""
+        if connection.end_exchange():
+            self._idle[connection] = None
+            if len(self._idle) <= self._settings.connections:
+                return
+            connection = next(iter(self._idle))
+            del self._idle[connection]
+        connection.close()
+
+    async def _dial(self, endpoint: Endpoint) -> Connection:
+        """Connect to a checked address, and shake hands. The addresses are tried in turn."""
+        from pgoutbox.transports.webhook.connection import Connection
+
+        tls, host = (self._tls, endpoint.host) if endpoint.scheme == "https" else (None, None)
+        new = partial(Connection, endpoint.origin)
+        loop = asyncio.get_running_loop()
+        addresses = self._checked(endpoint.host, await loop.run_in_executor(self._resolver, _look_up, endpoint))
+        failure = OSError("the host has no address")
+        for address in addresses:
+            try:
+                async with asyncio.timeout(self._connect_seconds / len(addresses)):
+                    return (await loop.create_connection(new, address, endpoint.port, ssl=tls, server_hostname=host))[1]
+            except OSError as error:
+                failure = error
+        raise failure
+
+    def _checked(self, host: str, addresses: Sequence[str]) -> Sequence[str]:
+        """Return the addresses to try. Raises `Permanent` if one of the host's addresses is not allowed.
+
+        Then the others are not tried, because the next look-up may return another order.
+        """
+        for address in addresses:
+            if not self._rules.policy.allows(address):
+                # Only for the operator: it would reveal details of the network to the author of the URL.
+                text = "a webhook to an address that is not public was refused"
+                _telemetry.report(logging.WARNING, LogEvent.WEBHOOK_ADDRESS_REFUSED, text, host=host, address=address)
+                raise Permanent(
+                    f"{host}: is not in the public internet, nor in a network that "
+                    "PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS allows"
+                )
+        return addresses[:_MAX_DIALLED_ADDRESSES]
+
+    def _classify(self, request: RenderedRequest, answer: Answer, url: str) -> Outcome:
         status = answer.status or 0
         if 200 <= status <= 299:
             return Sent()
-        error = _status_text(status)
+        error = _STATUS_TEXTS.get(status, str(status))
         if 300 <= status <= 399:
             return Permanent(f"{error}: redirects are not followed; change the destination")
-        if excerpt := answer.excerpt(self._settings.error_body_chars, hide=request):
+        if excerpt := self._excerpt(answer, request):
             error = f"{error}: {excerpt}"
         if status == _UNAUTHORIZED:
-            return Unavailable(error, breaker=access_key)
+            return Unavailable(error, breaker=_access_key(url))
         if status == _FORBIDDEN:  # Either no request to this URL is allowed, or the receiver refuses this content.
-            return SendFailure(error, retry_after=self._retry_after(answer), outage=True, breaker=access_key)
+            return SendFailure(error, retry_after=self._retry_after(answer), outage=True, breaker=_access_key(url))
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
             return SendFailure(error, retry_after=self._retry_after(answer), outage=status >= 500)
         return Permanent(error)
 
-    def _retry_after(self, answer: _Answer) -> float | None:
+    def _retry_after(self, answer: Answer) -> float | None:
         asked = retry_after_seconds(answer.header(b"retry-after"), answer.header(b"date"), now=self._clock())
         return None if asked is None else min(asked, self._settings.retry_after_cap_seconds)
 
-    async def _take_idle(self, endpoint: Endpoint) -> _Connection | None:
-        """Return the most recently used connection to this host and port, and close dead ones.
-
-        It may still die before the request is written; `_Connection.ask` checks it again.
-        """
-        dead = [connection for connection in self._idle if not connection.is_ready]
-        self._idle = [connection for connection in self._idle if connection.is_ready]
-        found = None
-        for index in reversed(range(len(self._idle))):
-            if self._idle[index].serves(endpoint):
-                found = self._idle.pop(index)
-                break
-        for connection in dead:
-            await connection.close()
-        return found
-
-    def _new_connection(self, endpoint: Endpoint) -> _Connection:
-        return _Connection(
-            endpoint,
-            dialler=_Dialler(self._rules.policy, self._resolver),
-            tls_context=self._tls_context if endpoint.scheme == "https" else None,
-            timeout_seconds=self._connect_seconds,
-        )
-
-    @property
-    def _connect_seconds(self) -> float:
-        return min(self._settings.connect_timeout_seconds, self._settings.timeout_seconds)
-
-    async def _keep_or_close(self, connection: _Connection) -> None:
-        """Keep the connection if its exchange is complete on both sides, also after a cancellation. Else close it."""
-        if not connection.is_ready:
-            await connection.close()
-            return
-        self._idle.append(connection)
-        if len(self._idle) > self._settings.connections:
-            await self._idle.pop(0).close()
-
-    @cached_property
-    def _tls_context(self) -> ssl.SSLContext:
-        context = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
-        context.set_alpn_protocols(["http/1.1"])
-        return context
-
-    @cached_property
-    def _resolver(self) -> ThreadPoolExecutor:
-        # Separate threads: a slow name server of a receiver must not delay other look-ups of this process.
-        count = min(self._settings.connections, _MAX_RESOLVER_THREADS)
-        return ThreadPoolExecutor(count, thread_name_prefix="pgoutbox-resolver")
-
-
-class _Chunks(Protocol):
-    """The body of an answer, from httpcore."""
-
-    def __aiter__(self) -> AsyncGenerator[bytes, None]: ...
-
-
-class _RefusedAddress(Exception):  # noqa: N818 - it becomes an outcome
-    """A host has a forbidden address."""
-
-
-class _DeadConnectionError(Exception):
-    """The receiver had closed an idle connection before any part of the request was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Dialler:
-    """Connects to the hosts that the policy allows."""
-
-    policy: UrlPolicy
-    resolver: ThreadPoolExecutor
-
-    async def dial(self, endpoint: Endpoint, timeout_seconds: float) -> httpcore.AsyncNetworkStream:
-        """Open a connection to a checked address. The addresses are tried in turn.
-
-        Raises `_RefusedAddress` if one of the host's addresses is not admitted. Then it does not try the others,
-        because the next look-up may return another order.
-        """
-        import httpcore
-
-        addresses = await self._addresses(endpoint)
-        failure: Exception = httpcore.ConnectError("the host has no address")
-        for address in addresses:
-            try:
-                return await httpcore.AnyIOBackend().connect_tcp(
-                    address, endpoint.port, timeout=timeout_seconds / len(addresses)
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        raise failure
-
-    async def _addresses(self, endpoint: Endpoint) -> Sequence[str]:
-        def look_up() -> list[str]:
-            found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-        addresses = await asyncio.get_running_loop().run_in_executor(self.resolver, look_up)
-        for address in addresses:
-            if not self.policy.allows(address):
-                # Only for the operator: it would reveal details of the network to the author of the URL.
-                text = "a webhook to an address that is not public was refused"
-                _telemetry.report(
-                    logging.WARNING, LogEvent.WEBHOOK_ADDRESS_REFUSED, text, host=endpoint.host, address=address
-                )
-                raise _RefusedAddress
-        return addresses[:_MAX_DIALLED_ADDRESSES]
-
-
-class _Connection:
-    """One connection to a host and port. `is_ready`: a request can be sent on it."""
-
-    def __init__(
-        self, endpoint: Endpoint, *, dialler: _Dialler, tls_context: ssl.SSLContext | None, timeout_seconds: float
-    ) -> None:
-        self._endpoint = endpoint
-        self._dialler = dialler
-        self._tls_context = tls_context
-        self._timeout_seconds = timeout_seconds
-        self._stream: httpcore.AsyncNetworkStream | None = None
-        self._wire: _Wire | None = None
-        self._http: httpcore.AsyncHTTP11Connection | None = None
-
-    @property
-    def may_have_sent(self) -> bool:
-        """Whether any part of the last request was written, so that the receiver may have it."""
-        return self._wire is not None and self._wire.may_have_written
-
-    @property
-    def is_ready(self) -> bool:
-        return self._http is not None and self._http.is_idle() and not self._http.has_expired()
-
-    def serves(self, endpoint: Endpoint) -> bool:
-        mine = self._endpoint
-        return (mine.scheme, mine.host, mine.port) == (endpoint.scheme, endpoint.host, endpoint.port)
-
-    async def _open(self) -> httpcore.AsyncHTTP11Connection:
-        """Resolve, dial and shake hands, unless already open. The certificate must be for the host of the URL."""
-        import httpcore
-
-        if self._http is not None:
-            return self._http
-        async with asyncio.timeout(self._timeout_seconds):
-            self._stream = await self._dialler.dial(self._endpoint, self._timeout_seconds)
-            if self._tls_context is not None:
-                self._stream = await self._stream.start_tls(self._tls_context, self._endpoint.host)
-        self._wire = _Wire(self._stream)
-        self._http = httpcore.AsyncHTTP11Connection(
-            _origin(self._endpoint), cast("httpcore.AsyncNetworkStream", self._wire), _IDLE_SECONDS
-        )
-        return self._http
-
-    async def ask(self, request: RenderedRequest, answer: _Answer, *, clock: Callable[[], float]) -> None:
-        """Send the request, signed for this second, and read the answer with a limited part of its body.
-
-        Raises `_DeadConnectionError` for a used connection that has died.
-        """
-        import httpcore
-
-        if self._wire is not None:
-            self._wire.begin_again()
-        http = await self._open()
-        await pass_gate()
-        headers = list(request.signed_headers(int(clock())))
-        response = await http.handle_async_request(
-            httpcore.Request(request.method, _url(request.endpoint), headers=headers, content=request.body)
-        )
-        answer.headers = response.headers
-        answer.status = response.status
-        async with asyncio.timeout(_REST_SECONDS):
-            async with aclosing(aiter(cast("_Chunks", response.stream))) as chunks:
-                async for chunk in chunks:
-                    answer.body += chunk
-                    if len(answer.body) > MAX_ANSWER_BYTES:
-                        break
-            await response.aclose()
-
-    async def close(self) -> None:
-        """Close at once, also during an exchange."""
-        if self._http is not None:
-            await self._http.aclose()
-        if self._stream is not None:
-            await self._stream.aclose()
-
-
-class _Wire:
-    """The bytes of a connection. It records whether any bytes of a request may have been sent."""
-
-    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
-        self._stream = stream
-        self._was_idle = False
-        self.may_have_written = False
-
-    def begin_again(self) -> None:
-        """Begin another request, on a connection that may have died while it was idle."""
-        self._was_idle = True
-        self.may_have_written = False
-
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109 - httpcore's
-        # Data before a request is written is not an answer to it: it is the end of the connection.
-        if self._was_idle and not self.may_have_written and self._stream.get_extra_info("is_readable"):
-            raise _DeadConnectionError
-        self.may_have_written = True
-        await self._stream.write(buffer, timeout)
-
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109 - httpcore's
-        return await self._stream.read(max_bytes, timeout)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-    def get_extra_info(self, info: str) -> object:
-        return self._stream.get_extra_info(info)
-
-
-def _origin(endpoint: Endpoint) -> httpcore.Origin:
-    import httpcore
-
-    return httpcore.Origin(endpoint.scheme.encode(), endpoint.host.encode(), endpoint.port)
-
-
-def _url(endpoint: Endpoint) -> httpcore.URL:
-    import httpcore
-
-    return httpcore.URL(scheme=endpoint.scheme, host=endpoint.host, port=endpoint.port, target=endpoint.target)
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Return the errors that end an exchange early."""
-    import httpcore
-
-    return TimeoutError, OSError, httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError
-
-
-@dataclass(slots=True)
-class _Answer:
-    """The received part of an answer."""
-
-    status: int | None = None
-    headers: Sequence[tuple[bytes, bytes]] = ()
-    body: bytearray = field(default_factory=bytearray)
-
-    def header(self, name: bytes) -> str | None:
-        """Return the first header of this name."""
-        return next((value.decode("latin-1") for given, value in self.headers if given.lower() == name), None)
-
-    def excerpt(self, length: int, *, hide: RenderedRequest) -> str:
+    def _excerpt(self, answer: Answer, request: RenderedRequest) -> str:
         """Return the beginning of the body, on one line, without the secrets of the request."""
-        if length == 0:
+        if self._settings.error_body_chars == 0:
             return ""
-        text = self.body[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
-        for name, value in hide.headers:
+        text = answer.body.decode("utf-8", "replace")
+        for name, value in request.headers:
             for word in value.decode().split() if name.lower() not in _KNOWN_TO_ALL else ():
                 if len(word) >= _MIN_HIDDEN_LENGTH:
                     text = text.replace(word, "(hidden)")
-        return one_line(text, length=length)
+        return one_line(text, length=self._settings.error_body_chars)
+
+
+def _look_up(endpoint: Endpoint) -> Sequence[str]:
+    found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's words, without the address that asyncio adds."""
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError | socket.gaierror):
+        return os.strerror(error.errno)
+    return str(error)
+
+
+def _url(message: Message[object], content: Content | None) -> str:
+    return (content.url if isinstance(content, Webhook) else None) or message.destination or ""
+
+
+@lru_cache(1_024)
+def _access_key(url: str) -> str:
+    # Receivers may share a host, and a URL may contain a token: its digest tells them apart.
+    return f"{breaker_key_of(url)} access {blake2b(url.encode(), digest_size=4).hexdigest()}"
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
@@ -474,10 +308,3 @@ def _timestamp(text: str) -> float | None:
         return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
     except (ValueError, TypeError, OverflowError, IndexError):
         return None
-
-
-def _status_text(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)

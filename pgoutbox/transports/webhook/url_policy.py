@@ -61,6 +61,11 @@ class Endpoint:
     target: str
 
     @property
+    def origin(self) -> tuple[str, str, int]:
+        """Requests with the same origin may share a connection."""
+        return self.scheme, self.host, self.port
+
+    @property
     def authority(self) -> str:
         """The value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
