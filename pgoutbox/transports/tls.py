@@ -7,6 +7,7 @@ from typing import Final
 
 from pgoutbox.errors import ConfigurationError, NotReadyError
 
+_MAX_SESSIONS: Final = 100
 IS_IT_TLS: Final = "does the server speak TLS on this port?"
 
 
@@ -38,6 +39,25 @@ def client_context(
             f"{variable} is set, but PGOUTBOX_{server}_{setting} asks for plain text; use {with_tls}"
         )
     return given or (verifying_context(variable=variable, ca_file=ca_file) if has_tls else None)
+
+
+def resume_sessions(context: ssl.SSLContext) -> None:
+    """Resume the last session with the same host, which spares both sides the certificate and its verification."""
+    last: dict[str | None, ssl.SSLObject] = {}  # A server sends tickets after the handshake.
+
+    class Resuming(ssl.SSLObject):
+        has_begun = False
+
+        def do_handshake(self) -> None:
+            if not self.has_begun and self.server_hostname in last:
+                self.session = last[self.server_hostname].session
+            self.has_begun = True
+            super().do_handshake()  # Raises until it is complete, or if the certificate is refused.
+            last[self.server_hostname] = self
+            if len(last) > _MAX_SESSIONS:
+                del last[next(iter(last))]
+
+    context.sslobject_class = Resuming
 
 
 def describe_refusal(error: BaseException) -> str | None:

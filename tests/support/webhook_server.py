@@ -62,6 +62,7 @@ class WebhookServer:
     port: int = 0
     received: list[Received] = field(default_factory=list)
     connection_count: int = 0
+    resumed_count: int = 0
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)
     was_left: asyncio.Event = field(default_factory=asyncio.Event)
     _answered: int = 0
@@ -87,6 +88,8 @@ class WebhookServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it ends."""
         self.connection_count += 1
+        if (tls := writer.get_extra_info("ssl_object")) is not None:
+            self.resumed_count += tls.session_reused
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             try:
                 if self._next() is not Misbehaviour.REFUSE:

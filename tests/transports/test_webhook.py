@@ -682,6 +682,22 @@ async def test_the_certificate_is_checked_for_the_name_and_the_connection_uses_t
     assert len(server.received) == 1
 
 
+async def test_a_tls_session_is_resumed_only_with_the_same_host(
+    open_transport: Open, look_ups: tuple[Answers, list[str]], tls: ssl.SSLContext, ca_file: Path
+) -> None:
+    look_ups[0].update({"hooks.test": [["127.0.0.2"]], "other.test": [["127.0.0.2"]]})
+    async with webhook_server(answer(200, Connection="close"), tls=tls, host="127.0.0.2") as server:
+        transport = open_transport(server.port, webhook_ca_file=str(ca_file))
+        for resumed_count in range(3):
+            assert await transport.send(outgoing(destination=server.url(host="hooks.test")), HOOK) == Sent()
+            assert (server.connection_count, server.resumed_count) == (resumed_count + 1, resumed_count)
+        # No session replaces the check of a certificate.
+        for _ in range(2):
+            refused = await transport.send(outgoing(destination=server.url(host="other.test")), HOOK)
+            assert "not valid for 'other.test'" in error_of(refused, Transient)
+    assert (len(server.received), server.resumed_count) == (3, 2)
+
+
 async def test_after_an_unresponsive_address_the_next_one_is_tried(
     open_transport: Open, look_ups: tuple[Answers, list[str]]
 ) -> None:

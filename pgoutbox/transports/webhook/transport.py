@@ -29,7 +29,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import current_context
 from pgoutbox.text import one_line
 from pgoutbox.transports import breaker_key_of, pass_gate
-from pgoutbox.transports.tls import verifying_context
+from pgoutbox.transports.tls import resume_sessions, verifying_context
 from pgoutbox.transports.webhook.request import RenderedRequest, Rules, Webhook, render, secret_key
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class WebhookTransport:
         self._rules = Rules.of(self._settings)
         self._tls = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
         self._tls.set_alpn_protocols(["http/1.1"])
+        resume_sessions(self._tls)
         self._connect_seconds = min(self._settings.connect_timeout_seconds, self._settings.timeout_seconds)
         self._slots = asyncio.Semaphore(self._settings.connections)
         self._idle: dict[Connection, None] = {}  # The least recently used is first.
