@@ -222,6 +222,10 @@ OfGroup = Annotated[
     str | None,
     typer.Option("--group", metavar="GROUP", help="Only failed messages of this group; see failures."),
 ]
+BehindBreaker = Annotated[
+    str | None,
+    typer.Option("--breaker", metavar="BREAKER", help="Only pending messages behind this open circuit breaker."),
+]
 WithText = Annotated[
     str | None,
     typer.Option("--text", help="Only messages with this text in the destination, the owner, a key or the error."),
@@ -258,6 +262,7 @@ class FilterOptions:
     key: WithKey = None
     text: WithText = None
     group: OfGroup = None
+    breaker: BehindBreaker = None
     since: Since = None
     until: Until = None
     where: App = None
@@ -275,6 +280,7 @@ class FilterOptions:
             key=self.key,
             text=self.text,
             error_group=self.group,
+            breaker=self.breaker,
             created_from=self.since,
             created_before=self.until,
         )

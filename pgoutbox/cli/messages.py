@@ -256,6 +256,8 @@ def list_messages(
         messages = operator.list_messages(options.filter(states), before_id=before, limit=limit)
         if not messages:
             require_known_queue(operator, options.queue)
+            if options.breaker:
+                print_note("if no open breaker has this name, no message matches; `pgoutbox breaker list` shows them")
     messages = [message.redacted(names_of(message.topic)) for message in messages]
     if options.as_json:
         for message in messages:

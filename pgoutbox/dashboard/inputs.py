@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MAX_LIMIT: Final = 200
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
+# The key of a circuit breaker can be a long URL.
+_MAX_KEY: Final = 2048
 # The form of a bulk action has a field for each selected message.
 _MAX_FIELDS: Final = MAX_LIMIT + 100
 _FORM: Final = "pgoutbox.form"
@@ -152,6 +154,7 @@ def filter_of(given: Given) -> MessageFilter:
         created_from=time_of(given, "created_from"),
         created_before=time_of(given, "created_before"),
         error_group=group or None,
+        breaker=text_of(given, "breaker", at_most=_MAX_KEY),
         due=cast("Literal['now', 'later', 'again'] | None", choice_of(given, "due", ("now", "later", "again"))),
         ids=_ids_of(given),
     )
@@ -306,7 +309,7 @@ def redirect_of(form: Given) -> RedirectInput:
 
 def breaker_of(form: Given) -> str:
     """Return the key of a circuit breaker."""
-    return _needed(form, "key", "give the key of a circuit breaker", at_most=2048)
+    return _needed(form, "key", "give the key of a circuit breaker", at_most=_MAX_KEY)
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:

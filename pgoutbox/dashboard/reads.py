@@ -152,9 +152,7 @@ class RunningMessage(NamedTuple):
 class BreakerRow(NamedTuple):
     """A circuit breaker and the messages that wait for it; columns in the order of LIST_BREAKERS.
 
-    The messages are counted among those of each queue that are due first. With `is_sample` there may be more. `queue`
-    and `topic` are those of the counted messages, None if they have several. A search for the key finds the messages if
-    it `is_in_texts`.
+    The messages are counted among those of each queue that are due first. With `is_sample` there may be more.
     """
 
     key: str
@@ -166,9 +164,6 @@ class BreakerRow(NamedTuple):
     last_error: str
     waiting_count: int
     is_sample: bool
-    queue: str | None
-    topic: str | None
-    is_in_texts: bool
 
 
 class FailedMinute(NamedTuple):

@@ -37,8 +37,9 @@ class MessageFilter:
     `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
     are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
-    similar failures, as the dashboard's links have it. `due` selects the pending messages that are due `now`,
-    or `later`, or that have been tried and are tried `again`; `ids` selects these messages.
+    similar failures, as the dashboard's links have it. `breaker` is the key of an open circuit breaker, for the
+    pending messages behind it. `due` selects the pending messages that are due `now`, or `later`, or that have been
+    tried and are tried `again`; `ids` selects these messages.
     """
 
     states: Collection[State] = ()
@@ -51,6 +52,7 @@ class MessageFilter:
     created_from: datetime | None = None
     created_before: datetime | None = None
     error_group: str | None = None
+    breaker: str | None = None
     due: Literal["now", "later", "again"] | None = None
     ids: Sequence[int] | None = None
 
@@ -69,7 +71,7 @@ class MessageFilter:
         states = set(self.states)
         if self.error_group is not None:
             states = {State.FAILED}
-        elif self.due is not None:
+        elif self.due is not None or self.breaker is not None:
             states = {State.PENDING}
         partitions = [partition for partition in _PARTITIONS if partition & states]
         return {

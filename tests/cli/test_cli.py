@@ -1004,13 +1004,38 @@ class TestLooking:
         assert cli("list", "--queue", "bulk", "--state", "failed").exit_code == 0
         assert cli("redrive", "--all", "--queue", "bulk").exit_code == 0
 
-    def test_text_of_a_message_cannot_control_the_terminal(
+    def test_messages_behind_an_open_breaker_are_found_until_it_is_closed(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        held = put(database, queue="mail", destination="mailto:ada@example.org")
+        put(database, queue="mail", destination="tel:1")
+        put(database, State.SENT, queue="mail", destination="mailto:ada@example.org")
+        database.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)"
+            " SELECT 'smtp:mx', now(), 60, 'w', 'no', ARRAY[pgoutbox._hold_of(m.queue, m.topic, m.destination)]"
+            " FROM pgoutbox.message AS m WHERE m.id = %s",
+            [held],
+        )
+        found = cli("list", "--breaker", "smtp:mx", "--json")
+        assert [json.loads(line)["id"] for line in found.out.splitlines()] == [held]
+        assert cli("snooze", "--breaker", "smtp:mx", "--for", "1h", "--reason", "down", "--yes").exit_code == 0
+        assert database.execute("SELECT count(*) FROM pgoutbox.message WHERE available_at > now()").fetchone() == (1,)
+        database.execute("DELETE FROM pgoutbox.breaker")
+        closed = cli("list", "--breaker", "smtp:mx")
+        assert str(held) not in closed.out
+        assert "`pgoutbox breaker list`" in closed.err
+
+    def test_text_of_a_message_or_an_act_cannot_control_the_terminal(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         message_id = put(database, State.FAILED, coalesce_key="\x1b[2J\u202e")
-        database.execute("UPDATE pgoutbox.message SET last_error = E'a\\x1b]0;x\\x07\\tb'")
-        for done in (cli("list"), cli("show", message_id), cli("show", message_id, "--json")):
-            assert not {"\x1b", "\x07", "\u202e"} & set(done.out)
+        database.execute("UPDATE pgoutbox.message SET last_error = E'a\\x1b]0;x\\x07\\x7f\\tb'")
+        assert cli("dismiss", message_id, "--reason", "no \u202e\u2066\x7f reason").exit_code == 0
+        for command in (["list"], ["show", message_id], ["audit"], ["list", "--state", "skipped"]):
+            for done in (cli(*command), cli(*command, "--json")):
+                assert not {"\x1b", "\x07", "\x7f", "\u202e", "\u2066"} & set(done.out), command
+        (act,) = cli("audit", "--json").out.splitlines()
+        assert "no \\u202e\\u2066\\u007f reason" in act
 
 
 class TestDeciding:

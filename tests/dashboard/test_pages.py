@@ -2522,8 +2522,13 @@ def test_a_breaker_links_to_the_messages_that_wait_for_it(site: Site, db: psycop
     page = get(site.vera, "/breakers")
     assert f"{BREAKER} 2 messages that wait for {BREAKER} 3 h ago in 59 min" in page.words
     assert "https://api.example.org 0 " in page.words
-    (path,) = [href for href in page.values("a", "href") if "text=" in href]
-    assert ids_on(get(site.vera, path)) == waiting[::-1]
+    (path,) = [href for href in page.values("a", "href") if "breaker=" in href]
+    behind = get(site.vera, path)
+    assert ids_on(behind) == waiting[::-1]
+    assert f"Shows only messages behind the open breaker {BREAKER}." in behind.words
+    assert ("breaker", BREAKER) in behind.forms[0].fields.items(), "a further search keeps the breaker"
+    assert site.ada.post("/breakers/close", data={"key": BREAKER}).status_code == 303
+    assert ids_on(get(site.vera, path)) == [], "nothing waits behind a closed breaker"
 
 
 def hold(db: psycopg.Connection, key: str, *holds: str) -> None:
@@ -2538,7 +2543,7 @@ def test_a_breaker_links_to_messages_that_wait_for_it_unclaimed(site: Site, db: 
     put(db, topic="other")
     page = get(site.vera, "/breakers")
     assert f"{BREAKER} 2 messages that wait for {BREAKER}" in page.words
-    (path,) = [href for href in page.values("a", "href") if "topic=" in href]
+    (path,) = [href for href in page.values("a", "href") if "breaker=" in href]
     assert ids_on(get(site.vera, path)) == held[::-1], "the key is in none of their texts"
 
 

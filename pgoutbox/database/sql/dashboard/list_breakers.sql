@@ -1,7 +1,5 @@
 -- The open breakers, newest first, with the pending messages behind each, due or not: those of its holds, and those that it
--- has postponed last; and the queue and the topic of these messages, null if they have several. They are counted among
--- those of each queue that are due first: with `is_sample` there may be more. With `is_in_texts` the key is in their
--- destination or last error, so that a search for it finds them.
+-- has postponed last. They are counted among those of each queue that are due first: with `is_sample` there may be more.
 \ir _live_queue_names.sql
 , held AS MATERIALIZED (
     -- Joined by their text: to search the breakers for each message takes too long with hundreds of them.
@@ -11,8 +9,6 @@
     GROUP BY hold.text
 ), waiting AS MATERIALIZED (
     SELECT
-        l.queue,
-        one.topic,
         coalesce(
             held.breaker_key,
             (
@@ -39,9 +35,7 @@
 ), behind AS (
     SELECT
         w.breaker_key,
-        count(*) AS messages,
-        CASE WHEN count(DISTINCT w.queue) = 1 THEN min(w.queue) END AS queue,
-        CASE WHEN count(DISTINCT w.topic) = 1 THEN min(w.topic) END AS topic
+        count(*) AS messages
     FROM waiting AS w
     GROUP BY w.breaker_key
 )
@@ -55,13 +49,7 @@ SELECT
     b.last_error,
     coalesce(w.messages, 0) AS waiting_count,
     (SELECT bool_or(every.is_capped) FROM waiting AS every) IS TRUE
-        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_sample,
-    w.queue,
-    w.topic,
-    -- True if each hold is that of the web host that gives the breaker its key, and if there are none.
-    NOT EXISTS (
-        SELECT FROM unnest(b.holds) AS hold(text) WHERE split_part(hold.text, ' ', 3) <> b.key
-    ) AS is_in_texts
+        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_sample
 FROM pgoutbox.breaker_view AS b
 LEFT JOIN behind AS w ON w.breaker_key = b.key
 ORDER BY b.opened_at DESC, b.key

@@ -45,3 +45,14 @@ AND (
     %(error_group)s::text IS NULL
     OR m.state = 'failed' AND pgoutbox._error_group(m.topic, m.cause) = %(error_group)s::text
 )
+-- Behind an open breaker are the messages of its holds, and those that it has postponed last.
+AND (
+    %(breaker)s::text IS NULL
+    OR m.state = 'pending' AND (
+        pgoutbox._hold_of(m.queue, m.topic, m.destination) IN (
+            SELECT unnest(b.holds) FROM pgoutbox.breaker_view AS b WHERE b.key = %(breaker)s::text
+        )
+        -- A closed breaker stays in the last attempt of the messages that it has postponed.
+        OR m.breaker_key IN (SELECT b.key FROM pgoutbox.breaker_view AS b WHERE b.key = %(breaker)s::text)
+    )
+)
