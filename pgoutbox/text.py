@@ -17,8 +17,9 @@ NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 """The names of topics, queues and entries of settings."""
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
-# Control characters except tab and newline, marks that reverse the direction of text, and lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters except tab and newline, separators of lines, marks that change the direction of text or have no
+# width, and lone surrogates.
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _PREVIEW_LENGTH = 80
 
@@ -61,7 +62,17 @@ def describe(error: BaseException) -> str:
 def clean_text(text: str) -> str:
     """Return text that PostgreSQL stores and a terminal shows: escaped where unprintable, at most 4000 characters."""
     cut = text if len(text) <= MAX_TEXT_LENGTH else text[: MAX_TEXT_LENGTH - 1] + "…"
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), cut)[:MAX_TEXT_LENGTH]
+    return visible(cut)[:MAX_TEXT_LENGTH]
+
+
+def visible(text: str) -> str:
+    """Return text in which a page shows every character: control characters and those that change the direction of text
+    are escaped. Tabs and newlines stay.
+
+    >>> visible("a\u202eb")
+    'a\\\\u202eb'
+    """
+    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str, *, hide: Iterable[str] = (), length: int = 500) -> str:

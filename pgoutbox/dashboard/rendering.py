@@ -18,15 +18,12 @@ from starlette.responses import HTMLResponse
 from pgoutbox.dashboard.inputs import is_queue_name
 from pgoutbox.dashboard.types import ROOT, VIEWER
 from pgoutbox.operations import JsonText
+from pgoutbox.text import visible
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
 
-# Control characters, line separators without effect in HTML, and characters that change the text direction.
-_INVISIBLE: Final = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
-)
 _ISO_TIME: Final = re.compile(r"(\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?\+\d\d:\d\d)")
 _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
@@ -96,7 +93,7 @@ def _environment() -> jinja2.Environment:
 def _escape_invisible(value: Any) -> Any:  # noqa: ANN401 - Jinja passes the value of any expression
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+    return visible(value)
 
 
 def query(*parameters: Mapping[str, object], **more: object) -> str:

@@ -79,6 +79,7 @@ async def test_pages_show_search_and_filter_messages_in_few_queries_and_hide_val
     with psycopg.connect(new_project.dsn) as connection:
         text = "UPDATE pgoutbox.message SET owner = 'ann', last_error = 'total=59.90, password=x' WHERE id = %s"
         connection.execute(text, [TOLD_ID])
+        connection.execute("UPDATE pgoutbox.message SET last_error = U&'cod.\\202Eexe' WHERE id = 9890")
         # The list searches 25,000 rows, and these are as many with those above, without the first 100.
         connection.execute(
             "INSERT INTO pgoutbox.message (id, topic, payload)"
@@ -112,6 +113,13 @@ assert "59.90" not in listed and "Add message" not in listed
 for path in ("?last_error__contains=59", "?owner__startswith=a", "?payload__x=1"):
     page(operator, path, status=400)
 
+# Characters that change the direction of text are escaped, and a filter with a NUL is answered as an invalid one.
+for text in (page(operator, "9890/change/"), page(operator, "?state__exact=failed")):
+    assert "cod.\\\\u202eexe" in text and "\u202e" not in text
+for name in ("topic", "queue", "state__exact", "q", "created_at__gte"):
+    assert operator.get(LIST + f"?{name}=a%00").headers["location"] == LIST + "?e=1", name
+    assert post(operator, f"?{name}=a%00", action="redrive", _selected_action=1)[0] == 302, name
+
 # The filters offer the topics and queues of messages too that no application defines.
 listed = page(operator)
 assert "?topic=mail.bulk" in listed and "?queue=webhooks" in listed and "pgoutbox/admin.css" in listed
@@ -139,6 +147,8 @@ assert "mail.bulk" in listed and 'name="action"' not in listed
 for path in ("", "?state__exact=sent", "?q=17", "10001/change/"):
     with CaptureQueriesContext(connections["default"]) as own, CaptureQueriesContext(connections["mail"]) as found:
         page(operator, path)
+    if "change" not in path:
+        assert all("set_config" in one["sql"] for one in found[1:3]), "the timeout holds for all statements of the page"
     words = [one["sql"].lstrip("(").split()[0] for one in found]
     searched = ["SELECT"] * 2 if "q=" in path else []
     expected = [] if "change" in path else ["BEGIN", *["SELECT"] * 5, *searched, *["SELECT"] * 2, "COMMIT"]

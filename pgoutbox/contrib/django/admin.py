@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Final, cast
 
 import psycopg
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.admin import helpers
+from django.contrib.admin.views.main import ERROR_FLAG
 from django.core.exceptions import PermissionDenied
 from django.db import connections, transaction
 from django.db.models import Q, QuerySet
@@ -30,8 +30,9 @@ from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import limiting
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
-from pgoutbox.operations import ListedMessage, MessageResult, Operator
+from pgoutbox.operations import ListedMessage, MessageResult, Operator, ShownAttempt
 from pgoutbox.operations.acts import ACTS, ActArguments, ActName
+from pgoutbox.text import visible
 
 ROWS: Final = 25_000
 _HITS: Final = 1_000
@@ -106,6 +107,14 @@ def _listed(message: Message) -> ListedMessage:
     return row.redacted(_names_of(message.topic))
 
 
+def _visible(value: object) -> object:
+    return visible(value) if isinstance(value, str) else value
+
+
+def _readable(attempt: ShownAttempt) -> dict[str, object]:
+    return {name: _visible(value) for name, value in attempt._asdict().items()}
+
+
 def _id_of(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
 
@@ -145,17 +154,25 @@ class MessageAdmin(admin.ModelAdmin):
         return Message.objects.using(conf.alias()).order_by(*self.ordering)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list, in a transaction for the timeout of its statements. An act has its own transactions."""
-        with nullcontext() if request.method == "POST" else transaction.atomic(using=conf.alias()):
+        """Show the list, in a transaction for the timeout of its statements. An act has its own transactions.
+
+        PostgreSQL stores no NUL, so a filter for one is answered like any other impossible one.
+        """
+        if any("\0" in value for _, values in request.GET.lists() for value in values):
+            return HttpResponseRedirect(f"{request.path}?{ERROR_FLAG}=1")
+        if request.method == "POST":
+            return super().changelist_view(request, extra_context)
+        with transaction.atomic(using=conf.alias()):
+            with connections[conf.alias()].cursor() as cursor:
+                cursor.execute(sql.PREPARE_PAGE)
+                cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_SECONDS}s"])
             return super().changelist_view(request, extra_context)
 
     def first_id(self, request: HttpRequest) -> int:
-        """Return the id from which the list searches. Set the timeout."""
+        """Return the id from which the list searches."""
         state = request.GET.get("state__exact")
         states = next((few for few in _PARTITIONS if state in few), State)
         with connections[conf.alias()].cursor() as cursor:
-            cursor.execute(sql.PREPARE_PAGE)
-            cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_SECONDS}s"])
             cursor.execute(_FIRST, [[one.value for one in states], ROWS - 1])
             return next((first for (first,) in cursor.fetchall()), 0)
 
@@ -175,9 +192,9 @@ class MessageAdmin(admin.ModelAdmin):
         return queryset.filter(id__in=ids), False
 
     @admin.display(description="destination")
-    def receiver(self, message: Message) -> str | None:
+    def receiver(self, message: Message) -> object:
         """Return the destination without secrets."""
-        return _listed(message).destination
+        return _visible(_listed(message).destination)
 
     def attempts(self, message: Message) -> str:
         """Return the attempts that count, of those that are granted."""
@@ -186,7 +203,7 @@ class MessageAdmin(admin.ModelAdmin):
     def reason(self, message: Message) -> str:
         """Return the reason of the last failure or skip, shortened."""
         listed = _listed(message)
-        return str(Truncator(listed.skip_reason or listed.last_error or "").chars(80))
+        return visible(str(Truncator(listed.skip_reason or listed.last_error or "").chars(80)))
 
     def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:  # noqa: ANN401
         """Show one message and its attempts, or do the act of a button."""
@@ -215,8 +232,8 @@ class MessageAdmin(admin.ModelAdmin):
             "opts": self.opts,
             "media": self.media,
             "has_view_permission": True,
-            "fields": [(name.replace("_", " "), value, name in _LINKS) for name, value in values.items()],
-            "attempts": [attempt.redacted(_names_of(message.topic)) for attempt in attempts],
+            "fields": [(name.replace("_", " "), _visible(value), name in _LINKS) for name, value in values.items()],
+            "attempts": [_readable(one.redacted(_names_of(message.topic))) for one in attempts],
             "acts": [act for act in _ACTS.values() if may_act and message.state in act.states],
         }
         return TemplateResponse(request, "admin/pgoutbox/message/change_form.html", context)
