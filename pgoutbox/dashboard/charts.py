@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pgoutbox.dashboard.history import MINUTES, percentiles
+from pgoutbox.dashboard.history import LAST_HOUR, MINUTE, MINUTES, percentiles
 from pgoutbox.dashboard.rendering import format_seconds
 
 if TYPE_CHECKING:
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from pgoutbox.dashboard.reads import FailedMinute, WorkerRow
     from pgoutbox.message import State
 
-WIDTH: Final = 240
-HEIGHT: Final = 40
+LINE_SIZE: Final = (120, 24)
 WIDE_WIDTH: Final = 720
 WIDE_HEIGHT: Final = 120
-_SLOT: Final = WIDTH / MINUTES
 _LABELS: Final = 4
 # A single failure beside thousands of sent messages must not disappear.
 _LEAST_HEIGHT: Final = 2.0
@@ -35,11 +33,11 @@ class Bar(NamedTuple):
     title: str = ""
 
 
-class Chart(NamedTuple):
-    """Bars, with a text label for screen readers."""
+class Line(NamedTuple):
+    """A small line, with a text label for screen readers."""
 
     label: str
-    bars: Sequence[Bar] = ()
+    points: str
 
 
 class WideChart(NamedTuple):
@@ -62,11 +60,11 @@ class WideChart(NamedTuple):
 
 
 class TopicFailures(NamedTuple):
-    """The number of recent failures of a topic, and a chart of the last hour."""
+    """The number of recent failures of a topic, and their line of the last hour."""
 
     topic: str
     messages: int
-    chart: Chart
+    line: Line
 
 
 def messages_by_time(
@@ -183,29 +181,43 @@ def _times(slots: Sequence[datetime]) -> list[datetime]:
     return [slots[len(slots) * number // _LABELS] for number in range(_LABELS)]
 
 
-def _bars(counts: Sequence[int], what: str) -> Chart:
-    """Draw a bar for each minute with a count."""
-    highest = max(counts, default=0)
-    drawn = []
-    for slot, count in enumerate(counts):
-        if count:
-            height = max(1.0, HEIGHT * count / highest)
-            drawn.append(
-                Bar(f"{slot * _SLOT + 0.5:.1f}", f"{HEIGHT - height:.1f}", f"{_SLOT - 1:.1f}", f"{height:.1f}")
-            )
-    return Chart(f"{sum(counts):,} {what}, at most {highest:,} in a minute", bars=drawn)
+def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Collection[str]) -> dict[str, Line]:
+    """Draw the numbers of ended messages of these names by time. A line begins at the first time that is counted."""
+    # The current slot is not over: with it, each line would fall at its end.
+    slots = LAST_HOUR.slots(now)[:-1]
+    since = next((at for at in slots if at in ended), slots[-1])
+    when = "in the last hour" if since == slots[0] else f"since {since:%H:%M} UTC"
+    lines = {}
+    for name in names:
+        counts = [ended[at][name] if at in ended else None for at in slots]
+        if any(counts):
+            lines[name] = _line(counts, f"ended {when}", LAST_HOUR.width)
+    return lines
+
+
+def _line(counts: Sequence[int | None], what: str, width: timedelta) -> Line:
+    """Draw the counts of slots of this width, on a scale of their own. None is not counted."""
+    known = [(slot, count) for slot, count in enumerate(counts) if count is not None]
+    highest = max((count for _, count in known), default=0)
+    right, bottom = LINE_SIZE
+    points = [
+        f"{right * slot / (len(counts) - 1):.0f},{bottom - (bottom - 1) * count / max(1, highest):.0f}"
+        for slot, count in known
+    ]
+    total = sum(count for _, count in known)
+    return Line(f"{total:,} {what}, at most {highest:,} in {_length(width)}", " ".join(points))
 
 
 def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
     """Group the newest failures by topic, the largest group first."""
     last = now.astimezone(UTC).replace(second=0, microsecond=0)
-    wanted = [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
+    wanted = [last - minutes * MINUTE for minutes in range(MINUTES)][::-1]
     totals: Counter[str] = Counter()
     by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
     for topic, minute, messages in failed:
         totals[topic] += messages
         by_minute[topic][minute.astimezone(UTC)] += messages
     return [
-        TopicFailures(topic, count, _bars([by_minute[topic][at] for at in wanted], "failed in the last hour"))
+        TopicFailures(topic, count, _line([by_minute[topic][at] for at in wanted], "failed in the last hour", MINUTE))
         for topic, count in totals.most_common(20)
     ]

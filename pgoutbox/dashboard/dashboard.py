@@ -85,7 +85,7 @@ class Dashboard:
         self.bulks = Bulks(self.database)
         self.feed = ChangeFeed(settings)
         self.outbox = outbox
-        self._history = History()
+        self.history = History()
         self._known: dict[str, tuple[float, Any]] = {}
         self._one_reads = anyio.Lock()
         self._one_counts = anyio.Lock()
@@ -118,7 +118,7 @@ class Dashboard:
             reads.running_workers(connection),
             reads.count_breakers(connection),
             failures_by_topic(reads.failed_lately(connection), now),
-            self._history.sent(connection, now, asked),
+            self.history.sent(connection, now, asked),
             reads.failed_by_time(connection, asked, now),
         )
 

@@ -1,4 +1,5 @@
-"""Sent messages by time and latency: those of the last hour by minute, and those of up to two weeks by ten minutes.
+"""Sent messages by time and latency: those of the last hour by minute, and those of up to two weeks by ten minutes; and
+the ended messages of the last hour by queue and by topic.
 
 A past slot of time does not change, so a process counts it only once. It counts from the newest slot to the oldest, for
 a short time per request. Readers see the slots counted so far. The depth of a queue is counted for each request.
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
 
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
@@ -27,10 +28,11 @@ _BUDGET_SECONDS: Final = 0.08
 _RANGE_BUDGET_SECONDS: Final = 0.25
 # A transaction can commit later than the finish time that it writes.
 _SETTLED: Final = timedelta(minutes=2)
-_MINUTE: Final = timedelta(minutes=1)
+MINUTE: Final = timedelta(minutes=1)
+_THREE_MINUTES: Final = timedelta(minutes=3)
 _TEN_MINUTES: Final = timedelta(minutes=10)
 # The first step counts all slots that are not settled, so that the next one makes progress.
-_FIRST_STEP: Final = {_MINUTE: 5, _TEN_MINUTES: 2}
+_FIRST_STEP: Final = {MINUTE: 5, _THREE_MINUTES: 2, _TEN_MINUTES: 2}
 _BUCKETS_OF_A_DOUBLING: Final = 12
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -50,13 +52,15 @@ class Range(NamedTuple):
 RANGES: Final = {
     known.name: known
     for known in (
-        Range("1h", _MINUTE, MINUTES),
+        Range("1h", MINUTE, MINUTES),
         Range("6h", _TEN_MINUTES, 36),
         Range("24h", timedelta(minutes=30), 48),
         Range("14d", timedelta(hours=6), 56),
     )
 }
 _LONGEST: Final = max(known.width * known.slot_count for known in RANGES.values())
+LAST_HOUR: Final = Range("1h", _THREE_MINUTES, 21)
+"""The range of the lines of queues and topics: an hour and the current slot. Long slots keep their pages small."""
 
 
 Latencies: TypeAlias = Counter[int]
@@ -64,35 +68,47 @@ Latencies: TypeAlias = Counter[int]
 
 
 class History:
-    """The counted slots of a process, by their width. Thread-safe."""
+    """The counted slots of a process, by their contents and their width. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[timedelta, dict[datetime, Latencies]] = {_MINUTE: {}, _TEN_MINUTES: {}}
+        self._known: dict[tuple[str, timedelta], dict[datetime, Counter[Any]]] = {}
         self._lock = threading.Lock()
 
     def sent(self, connection: Connection, now: datetime, asked: Range) -> dict[datetime, Latencies]:
         """Return the sent messages of a range by slot. The oldest slots are missing until they are counted."""
+        return self._slots(connection, now, asked, "sent", sql.SENT_BY_TIME)
+
+    def ended(
+        self, connection: Connection, now: datetime, by: Literal["queue", "topic"]
+    ) -> dict[datetime, Counter[str]]:
+        """Return the ended messages of `LAST_HOUR` by slot and by name, likewise."""
+        return self._slots(connection, now, LAST_HOUR, by, sql.ENDED_BY_NAME)
+
+    def _slots(
+        self, connection: Connection, now: datetime, asked: Range, by: str, statement: LiteralString
+    ) -> dict[datetime, Counter[Any]]:
         width = min(asked.width, _TEN_MINUTES)
         wanted = _newest_first(now, width, asked.width * asked.slot_count // width)
         with self._lock:
-            counted = {at: self._known[width][at] for at in wanted if at in self._known[width]}
+            known = self._known.get((by, width), {})
+            counted = {at: known[at] for at in wanted if at in known}
 
         def count(first: datetime, last: datetime) -> None:
             counted.update({at: Counter() for at in _from_to(first, last, width)})
-            parameters = {"width": width.total_seconds(), "from": first, "to": last + width}
-            for at, bucket, messages in connection.execute(sql.SENT_BY_TIME, parameters):
-                counted[at.astimezone(UTC)][bucket] += messages
+            parameters = {"width": width.total_seconds(), "from": first, "to": last + width, "by": by}
+            for at, key, messages in connection.execute(statement, parameters):
+                counted[at.astimezone(UTC)][key] += messages
 
         with allowing_bitmaps(connection):
             missing = [at for at in wanted if at not in counted]
-            seconds = _BUDGET_SECONDS if width == _MINUTE else _RANGE_BUDGET_SECONDS
+            seconds = _RANGE_BUDGET_SECONDS if width == _TEN_MINUTES else _BUDGET_SECONDS
             _count_back(missing, width, _FIRST_STEP[width], seconds, count)
         with self._lock:
             settled = {at: found for at, found in counted.items() if at + width + _SETTLED <= now}
             oldest = now - (_LONGEST if width == _TEN_MINUTES else asked.width * asked.slot_count)
-            known = {**self._known[width], **settled}
-            self._known[width] = {at: found for at, found in known.items() if at > oldest}
-        slots: dict[datetime, Latencies] = {}
+            known = {**self._known.get((by, width), {}), **settled}
+            self._known[by, width] = {at: found for at, found in known.items() if at > oldest}
+        slots: dict[datetime, Counter[Any]] = {}
         for at in _without_gap(wanted, counted):
             slots.setdefault(_slot(at, asked.width), Counter()).update(counted[at])
         return slots

@@ -99,7 +99,6 @@ async def overview(request: Request) -> Response:
             "queue_cap": reads.QUEUE_CAP,
             "count_cap": reads.QUEUE_NAMES,
             "rate_minutes": reads.RATE_SECONDS // 60,
-            "chart_size": (charts.WIDTH, charts.HEIGHT),
             "wide_size": (charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
         },
     )
@@ -190,8 +189,10 @@ async def queues(request: Request) -> Response:
     asked, prefix = inputs.asked_queue_of(given), inputs.text_of(given, "start", at_most=63)
 
     def load(connection: Connection) -> dict[str, object]:
-        found = reads.queues(connection, prefix=prefix or "")
-        return {"queues": found.rows, "total": found.total}
+        found = reads.queues(connection, prefix=prefix or "", limit=reads.PAGE_ROWS)
+        ended = dashboard_of(request).history.ended(connection, now := reads.now(connection), "queue")
+        lines = charts.ended_lines(now, ended, [row.queue for row in found.rows])
+        return {"queues": found.rows, "total": found.total, "lines": lines}
 
     if asked is not None:
         return await _queue(request, asked)

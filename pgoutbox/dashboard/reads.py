@@ -28,6 +28,8 @@ SEARCH_ROWS: Final = 25_000
 GROUP_ROWS: Final = 3_000
 SEARCH_SECONDS: Final = 3.0
 MAX_QUEUES: Final = 100
+# A page of queues or topics has at most about 100 KB.
+PAGE_ROWS: Final = 60
 QUEUE_NAMES: Final = 10_000
 TOPIC_NAMES: Final = 10_000
 _RANK_CAP: Final = 100

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from pgoutbox.catalogue import describe_topics, draft_message, example_payload, find_topic, open_options
 from pgoutbox.dashboard import inputs, reads
 from pgoutbox.dashboard.access import operators_only
+from pgoutbox.dashboard.charts import ended_lines
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.pages import notice_of
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
     from pgoutbox.topics import Topic
 
-_MAX_SHOWN: Final = 100
 _MAX_GROUPS: Final = 20
 _TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
 _FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
@@ -56,13 +56,15 @@ async def topics(request: Request) -> Response:
         needs_a_look = row is not None and bool(row.due.messages or row.failed.messages)
         return not needs_a_look, row is None, name in known and known[name].handler is not None
 
-    shown = sorted(names, key=rank)[:_MAX_SHOWN]
+    shown = sorted(names, key=rank)[: reads.PAGE_ROWS]
     rows = [found.rows.get(name, found.nothing._replace(topic=name)) for name in shown]
 
     def load(connection: Connection) -> dict[str, object]:
         named = reads.of_topics(connection, rows).values()
+        ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
         return {
-            "now": reads.now(connection),
+            "now": now,
+            "lines": ended_lines(now, ended, shown),
             "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in named},
             "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
             "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),

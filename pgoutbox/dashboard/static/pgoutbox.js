@@ -136,15 +136,6 @@ if (navigator.clipboard) {
     if (age >= MIN_AGE && (stale || isPressing || age >= MAX_AGE)) void refresh();
   }
 
-  // A link to a row, such as #queue-mail, opens its drawer.
-  function openDrawer() {
-    const row = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    const drawer = row === null ? null : row.querySelector("details");
-    if (drawer !== null) drawer.open = true;
-  }
-  openDrawer();
-  addEventListener("hashchange", openDrawer);
-
   // The warnings of redirects are on every page, and alone keep no connection open.
   if ([...parts()].some((part) => part.id !== "redirects")) {
     follow();
