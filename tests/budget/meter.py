@@ -10,8 +10,8 @@ import contextlib
 import importlib.util
 import os
 import pstats
+import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,9 @@ from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from pgoutbox.operations import Operator, Rate
 from tests.budget.relay import relay_to
+from tests.support.forks import LIBRARIES, Fork, forks
 from tests.support.waiting import wait_until
+from tests.support.worker_process import worker_command
 
 Connection = psycopg.Connection[tuple[object, ...]]
 Fill = Callable[[Connection, int], None]
@@ -44,8 +46,7 @@ _FORMER_CLAIM = (
     "INSERT INTO pgoutbox.claim (claimed_at, lease_expires_at, queue, worker, ids)"
     " VALUES (now(), now(), 'default', 'former', '{1}')"
 )
-_APP = "tests.budget.app:outbox"
-_PROGRAM = [sys.executable, "-m", "cProfile", "-o"]
+_APP: Final = "tests.budget.app:outbox"
 _ROWS_LEFT: Final = "SELECT coalesce(sum(n_tup_upd + n_tup_del), 0)::bigint FROM pg_stat_user_tables"
 _PAGES: Final = "SELECT blks_hit + blks_read FROM pg_stat_database WHERE datname = %s"
 _SENT: Final = "SELECT count(*) FROM pgoutbox.message WHERE state = 'sent'"
@@ -175,10 +176,9 @@ class Meter:
             ):
                 if kind.is_paced:
                     self._pace(name, kind, count)
-                    worker.terminate()
-                _, errors = worker.communicate()
-                if worker.returncode:
-                    raise RuntimeError(errors)
+                    worker.send_signal(signal.SIGTERM)
+                if worker.wait():
+                    raise RuntimeError(self._log.read_text())
             self._require_sent(name, kind, count)
             counts.update(relay.counts)
             counts["Python calls"] = pstats.Stats(str(self.directory / "profile")).total_calls  # type: ignore[attr-defined]
@@ -186,26 +186,29 @@ class Meter:
                 del counts["pages read"]  # The wait for the end of each message reads, too.
             return counts
 
+    @property
+    def _log(self) -> Path:
+        return self.directory / "log"
+
     @contextlib.contextmanager
-    def _worker(self, name: str, kind: Kind) -> Iterator[subprocess.Popen[str]]:
+    def _worker(self, name: str, kind: Kind) -> Iterator[Fork]:
         told = {
             **(kind.settings or {}),
             "dsn": f"host={self.directory} user=postgres dbname={name}",
             "maintenance_interval_seconds": "0",
         }
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PGOUTBOX_")}
-        command = [*_PROGRAM, str(self.directory / "profile"), "-m", "pgoutbox", "worker", "--app", _APP]
-        with subprocess.Popen(
-            command if kind.is_paced else [*command, "--drain"],
-            env={**inherited, **{f"PGOUTBOX_{key.upper()}": value for key, value in told.items()}},
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as worker:
-            try:
-                yield worker
-            finally:
-                if worker.poll() is None:
-                    worker.kill()
+        environment = {**inherited, **{f"PGOUTBOX_{key.upper()}": value for key, value in told.items()}}
+        command = ["-m", "cProfile", "-o", str(self.directory / "profile"), *worker_command(_APP)]
+        if not kind.is_paced:
+            command.append("--drain")
+        with self._log.open("w") as log:
+            streams = (0, 1, log.fileno())
+            worker = forks(*LIBRARIES).start(command, cwd=Path.cwd(), env=environment, streams=streams)
+        try:
+            yield worker
+        finally:
+            worker.send_signal(signal.SIGKILL)
 
     def _pace(self, name: str, kind: Kind, count: int) -> None:
         """Wait for the worker, and for the end of each message before the next one."""

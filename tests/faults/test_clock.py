@@ -229,8 +229,7 @@ def test_a_worker_suspended_past_its_lease_checks_it_before_the_hand_over(
         lease_seconds="1",
         environment={SUSPEND_VARIABLE: where},
     )
-    _, status = os.waitpid(suspended.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), fleet.log
+    suspended.until_suspended()
     fleet.until(
         lambda: db.execute("SELECT lease_expires_at < now() FROM pgoutbox.in_flight_view").fetchone() == (True,),
         "the lease has ended",
@@ -258,8 +257,7 @@ def test_a_worker_checks_its_lease_before_the_hand_over_after_the_machine_slept(
         lease_seconds="600",  # A process that is stopped for one second keeps its lease.
         environment={"LD_PRELOAD": str(shim), "FAULTS_SLEPT": str(slept)},
     )
-    _, status = os.waitpid(suspended.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), fleet.log
+    suspended.until_suspended()
     lapse(db, message_id)
     assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0
     slept.touch()

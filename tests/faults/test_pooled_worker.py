@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -27,13 +26,15 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from tests.support.worker_process import WorkerProcess
+
 
 class Freezer:
     """Suspends a process when the proxy has all of its first claim, before that reaches the server."""
 
     def __init__(self, proxy: Proxy) -> None:
         self.frozen = threading.Event()
-        self.pid = 0
+        self.worker: WorkerProcess | None = None
         self._claim = " ".join(statements.CLAIM_WITHOUT_KEYS.partition("%")[0].split())
         self._last = " ".join(statements.NEXT_DUE.partition("(")[0].split())
         self._is_claiming = False
@@ -41,9 +42,9 @@ class Freezer:
 
     def _look(self, application: str, text: str) -> None:
         self._is_claiming |= text.startswith(self._claim)
-        if self.pid and self._is_claiming and text.startswith(self._last) and not self.frozen.is_set():
-            os.kill(self.pid, signal.SIGSTOP)
-            os.waitpid(self.pid, os.WUNTRACED)
+        if self.worker and self._is_claiming and text.startswith(self._last) and not self.frozen.is_set():
+            self.worker.send_signal(signal.SIGSTOP)
+            self.worker.until_suspended()
             self.frozen.set()
 
 
@@ -64,8 +65,7 @@ async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
     message_id = enqueue(db, "fault.deliver")
     freezer = Freezer(proxy)
     with fleet_on(proxy.dsn, tmp_path) as fleet:
-        worker = fleet.start(listen="false", lease_seconds="3600")
-        freezer.pid = worker.pid
+        freezer.worker = fleet.start(listen="false", lease_seconds="3600")
         fleet.until(freezer.frozen.is_set, "the worker is suspended")
         # Its claim takes effect while it is suspended.
         fleet.until(lambda: state_of(db, message_id) == State.SENDING, "the claim is committed")

@@ -43,6 +43,7 @@ from tests.support.worker_sql import claim
 if TYPE_CHECKING:
     from tests.conftest import Connect
     from tests.support.fleet import Fleet
+    from tests.support.worker_process import WorkerProcess
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "6"))
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
@@ -61,7 +62,7 @@ def is_drained(db: psycopg.Connection) -> bool:
     return db.execute("SELECT FROM pgoutbox.message_live LIMIT 1").fetchone() is None
 
 
-def held_by(db: psycopg.Connection, process: subprocess.Popen[bytes]) -> set[int]:
+def held_by(db: psycopg.Connection, process: WorkerProcess) -> set[int]:
     """Return the messages that this process has in flight."""
     rows = db.execute(
         "SELECT id FROM pgoutbox.message_live WHERE state = 'sending' AND split_part(worker, ':', 2) = %s",
@@ -242,7 +243,7 @@ def test_a_message_that_exhausts_memory_fails_and_the_others_are_delivered(
 # --- frozen -----------------------------------------------------------------------------------------------------------
 
 
-def is_asleep(db: psycopg.Connection, worker: subprocess.Popen[bytes]) -> bool:
+def is_asleep(db: psycopg.Connection, worker: WorkerProcess) -> bool:
     """Return whether the last statement of this worker asked when the next message falls due."""
     row = db.execute(
         "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' "
@@ -307,7 +308,7 @@ def test_a_stopping_worker_renews_the_leases_of_its_running_handlers(db: psycopg
         "a lease has passed",
     )
     assert claim(db, topics=["fault.gated"], worker="thief") == []
-    assert worker.poll() is None
+    assert not worker.has_ended
     fleet.gate.touch()
     assert worker.wait(PATIENCE_SECONDS) == 0
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 1)

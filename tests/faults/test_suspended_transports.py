@@ -63,7 +63,7 @@ async def test_emails_that_waited_for_a_connection_of_a_suspended_worker_are_not
     first = start_worker()
     await until(lambda: inbox.delayed and {row.state for row in rows_of(db, *ids)} == {"sending"})
     os.kill(first.pid, signal.SIGSTOP)
-    await asyncio.to_thread(os.waitid, os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+    await asyncio.to_thread(first.until_suspended)
     (begun,) = inbox.delayed[0].recipients
     inbox.delays = lambda _: False
     newer = enqueue(db, "mail", destination="mailto:newer@example.org", coalesce_key="k")

@@ -125,7 +125,8 @@ class Crew:
     def worker(self, name: str, dsn: str) -> Process:
         """Return one of `WORKERS`."""
         options, extra = WORKERS[name]
-        return self._process(f"worker-{name}", worker_command("tests.soak.app:outbox", *options), dsn, extra)
+        command = [sys.executable, *worker_command("tests.soak.app:outbox", *options)]
+        return self._process(f"worker-{name}", command, dsn, extra)
 
     def producer(self, driver: str, seed: int, dsn: str) -> Process:
         """Return a producer on this driver, in REPEATABLE READ if it is one of those."""

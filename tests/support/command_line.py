@@ -16,7 +16,7 @@ import pytest
 
 from pgoutbox.cli.main import main
 from pgoutbox.settings import ENVIRONMENT_PREFIX
-from tests.support.forks import run_command
+from tests.support.forks import LIBRARIES, forks, run_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,12 +81,11 @@ def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: st
     """Run a command on its own terminal, like a person; `out` is the terminal's output."""
     terminal, its_end = pty.openpty()
     os.write(terminal, keys.encode())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pgoutbox", *arguments],
+    process = forks(*LIBRARIES).start(
+        ["-m", "pgoutbox", *arguments],
+        cwd=Path.cwd(),
         env={**os.environ, "PGOUTBOX_DSN": dsn, "TERM": "xterm", "COLUMNS": "200", **environment},
-        stdin=its_end,
-        stdout=its_end,
-        stderr=its_end,
+        streams=(its_end, its_end, its_end),
     )
     os.close(its_end)
     shown = b""

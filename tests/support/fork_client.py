@@ -13,4 +13,5 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect(sys.argv[1])
     request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)])  # noqa: PTH109 - pathlib imports much
     socket.send_fds(server, [request.encode()], [0, 1, 2])
+    server.recv(8)  # Its process.
     sys.exit(int(server.recv(8)) % 256)

@@ -1,8 +1,8 @@
-"""Short programs in processes that have imported their libraries.
+"""Programs in processes that have imported their libraries.
 
-A short command spends most of its time on the imports of its libraries. Here one process has imported them, and forks
-for each command. The command has its own process, directory, variables, arguments and exit, like one that the shell
-starts. A test whose promise is the start of a program, or that sends it signals, starts an interpreter instead.
+A command spends most of its time on the imports of its libraries. Here one process has imported them, and forks for
+each command. The command has its own process, session, directory, variables, arguments and exit, like one that the
+shell starts. A test whose promise is the start of a program starts an interpreter instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # What the commands of pgoutbox import.
 LIBRARIES: Final = (
     "alembic.command",
+    "pgoutbox.cli.commands",
     "pgoutbox.cli.main",
     "pgoutbox.cli.program",
     "pgoutbox.transports.registry",
@@ -39,6 +41,38 @@ LIBRARIES: Final = (
 )
 _PATIENCE_SECONDS: Final = 240.0
 _SIZE: Final = 100_000  # of the largest command, with its variables
+
+
+class Fork:
+    """A running command, which leads a session of its own. Its parent is another process."""
+
+    def __init__(self, command: Sequence[str], server: socket.socket) -> None:
+        """Control the command whose process and exit are told at this socket."""
+        self.returncode: int | None = None
+        self._command, self._server = command, server
+        self.pid = int(server.recv(_SIZE))
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it ends, and return its exit code. Raise TimeoutExpired after `timeout` seconds."""
+        if self.returncode is None:
+            self._server.settimeout(timeout)
+            try:
+                self.returncode = int(self._server.recv(_SIZE))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self._command, timeout or 0) from None
+            self._server.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class Forks:
@@ -60,28 +94,31 @@ class Forks:
             )
         atexit.register(self._end)
 
+    def start(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], streams: tuple[int, int, int]
+    ) -> Fork:
+        """Start `python` with these arguments: the path of a program, or `-m` and a module.
+
+        `streams` are the files of its standard input, output and errors. The only variable of Python that it notices is
+        PYTHONPATH.
+        """
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server.connect(self._address)
+        request = json.dumps([list(command), str(cwd), dict(env)]).encode()
+        socket.send_fds(server, [request], streams)
+        return Fork(command, server)
+
     def run(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], merged: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run `python` with these arguments: the path of a program, or `-m` and a module. Its standard input is empty.
-
-        `merged` writes its errors to `stdout` too. The only variable of Python that it notices is PYTHONPATH.
-        """
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
-            Path(os.devnull).open() as nothing,
-            _file() as out,
-            _file() as err,
-        ):
-            server.settimeout(_PATIENCE_SECONDS)
-            server.connect(self._address)
-            request = json.dumps([list(command), str(cwd), dict(env)]).encode()
-            socket.send_fds(server, [request], [nothing.fileno(), out.fileno(), (out if merged else err).fileno()])
+        """Run a command with an empty standard input. `merged` writes its errors to `stdout` too."""
+        with Path(os.devnull).open() as nothing, _file() as out, _file() as err:
+            streams = (nothing.fileno(), out.fileno(), (out if merged else err).fileno())
+            fork = self.start(command, cwd=cwd, env=env, streams=streams)
             try:
-                code = int(server.recv(_SIZE))
-            except TimeoutError:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                forks.cache_clear()
+                code = fork.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(fork.pid, signal.SIGKILL)
                 raise
             out.seek(0)
             err.seek(0)
@@ -143,6 +180,8 @@ def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
                 _, status = os.waitpid(child, 0)
                 client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
                 os._exit(0)
+            os.setsid()
+            client.sendall(str(os.getpid()).encode())
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
@@ -150,6 +189,7 @@ def _serve(listener: socket.socket) -> tuple[list[str], list[str]]:
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(variables)
+        time.tzset()
         return command, [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 

@@ -11,19 +11,22 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from tests.support.waiting import PROCESS_PATIENCE_SECONDS
+from tests.support.forks import LIBRARIES, Fork, forks
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import psycopg
 
+_READ_AT_START: Final = frozenset({"LD_PRELOAD", "PYTHONSAFEPATH"})
+
 
 def worker_command(app: str, *arguments: str) -> list[str]:
-    """Return the command of a worker with the handlers of `app`."""
-    return [sys.executable, "-m", "pgoutbox", "worker", "--app", app, *arguments]
+    """Return the arguments of Python for a worker with the handlers of `app`."""
+    return ["-m", "pgoutbox", "worker", "--app", app, *arguments]
 
 
 def environment_with(**settings: str) -> dict[str, str]:
@@ -48,10 +51,11 @@ def connection_count(db: psycopg.Connection) -> int:
     return int(count)
 
 
-class WorkerProcess(subprocess.Popen[bytes]):
+class WorkerProcess:
     """A worker with the handlers of `app`, behind the command `prefix` if one is given.
 
-    The caller must call `end`. Several workers may append to one log.
+    It forks from a process that has imported pgoutbox, unless it has a prefix, or variables that only a new interpreter
+    reads. The caller must call `end`. Several workers may append to one log.
     """
 
     def __init__(
@@ -65,13 +69,17 @@ class WorkerProcess(subprocess.Popen[bytes]):
     ) -> None:
         self._app = app
         self._log = log
-        with log.open("ab") as output:
-            super().__init__(
-                [*prefix, *worker_command(app, *arguments)],
-                env=environment_with(**settings) | dict(environment or {}),
-                stderr=output,
-                start_new_session=True,
-            )
+        command = worker_command(app, *arguments)
+        given = environment_with(**settings) | dict(environment or {})
+        self._process: Fork | subprocess.Popen[bytes]
+        with log.open("a") as output:
+            if prefix or _READ_AT_START.intersection(environment or ()):
+                whole = [*prefix, sys.executable, *command]
+                self._process = subprocess.Popen(whole, env=given, stderr=output, start_new_session=True)
+            else:
+                streams = (0, 1, output.fileno())
+                self._process = forks(*LIBRARIES).start(command, cwd=Path.cwd(), env=given, streams=streams)
+        self.pid: Final = self._process.pid
 
     @property
     def log(self) -> str:
@@ -81,7 +89,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
     @property
     def has_ended(self) -> bool:
         """Return whether the process is gone."""
-        return self.poll() is not None
+        return self._process.poll() is not None
 
     def events(self, *levels: str) -> list[str]:
         """Return the events in its log, of these levels or of all. Lines that are not events are returned as text."""
@@ -108,9 +116,28 @@ class WorkerProcess(subprocess.Popen[bytes]):
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def wait(self, timeout: float | None = PROCESS_PATIENCE_SECONDS) -> int:
+    def wait(self, timeout: float = PROCESS_PATIENCE_SECONDS) -> int:
         """Wait until it ends, and return its exit code."""
-        return super().wait(timeout)
+        return self._process.wait(timeout)
+
+    def until_suspended(self) -> None:
+        """Wait until a signal has stopped all its threads."""
+        wait_until(
+            lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] == "T",
+            lambda: f"the worker is suspended\n{self.log}",
+        )
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal if it still runs."""
+        self._process.send_signal(number)
+
+    def terminate(self) -> None:
+        """Tell it to stop."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it, but not its children."""
+        self.send_signal(signal.SIGKILL)
 
     def stop(self) -> int:
         """Tell it to stop, and return its exit code. Zero means that it received the signal."""
