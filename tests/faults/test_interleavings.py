@@ -6,11 +6,8 @@ In every order of commits, no rule of the table breaks, nothing deadlocks, and n
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import random
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -55,16 +52,6 @@ if TYPE_CHECKING:
     from pgoutbox.database.store import ClaimedRow
     from pgoutbox.kernel.seams import Row, Step
     from tests.conftest import Connect
-
-
-# Use a million for a long run.
-ALREADY_SENT_COUNT = int(os.environ.get("PGOUTBOX_TEST_SENT_COUNT", "2000"))
-ALREADY_SENT = """
-INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
-SELECT 'greet', '{}', 'sent', 1, now(), 'w', now() FROM generate_series(1, %(count)s)
-"""
-
-_figures = logging.getLogger(__name__)
 
 
 # --- every pair -------------------------------------------------------------------------------------------------------
@@ -377,47 +364,29 @@ def test_many_workers_at_one_message_claim_it_once(connect: Connect, db: psycopg
 def test_many_workers_at_many_messages_each_claim_some_and_none_twice(connect: Connect, db: psycopg.Connection) -> None:
     together = threading.Barrier(CLAIMANTS, timeout=PATIENCE_SECONDS)
 
+    def claim_five(connection: psycopg.Connection) -> list[int]:
+        return ids_in_flight(claim_again(connection, total=5))
+
     def take(connection: psycopg.Connection) -> list[int]:
         taken: list[int] = []
         together.wait()
-        while part := claim_five(connection, in_a_crowd):
+        part = claim_five(connection)
+        together.wait()  # Nobody claims twice before everybody has claimed.
+        while part:
             taken += part
             finish_sent(connection, *((message_id, 1) for message_id in part))
+            part = claim_five(connection)
         return taken
 
-    def claim_five(connection: psycopg.Connection, seconds: list[float]) -> list[int]:
-        began_at = time.monotonic()
-        part = ids_in_flight(claim_again(connection, total=5))
-        seconds.append(time.monotonic() - began_at)
-        return part
-
-    in_a_crowd: list[float] = []
-    alone: list[float] = []
-    db.execute(ALREADY_SENT, {"count": ALREADY_SENT_COUNT})
-    db.execute("ANALYZE pgoutbox.message_live, pgoutbox.message_done")
-
-    # Enough messages that the first worker cannot have taken all of them before the last one begins.
     ids = [
         row[0]
-        for row in db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 8000)").fetchall()
+        for row in db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 1000)").fetchall()
     ]
     with crowd(connect, CLAIMANTS) as (threads, connections):
         shares = list(threads.map(take, connections))
     assert sorted(message_id for share in shares for message_id in share) == ids
     assert min(len(share) for share in shares) > 0
     assert violations(db) == []
-    db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 2000)")
-    while claim_five(db, alone):
-        """Until nothing is left."""
-    _figures.info("C5: beside %d sent, shares of %d to %d", ALREADY_SENT_COUNT, *shortest_and_longest(shares))
-    for name, seconds in (("in a crowd", in_a_crowd), ("alone", alone)):
-        half, most = (1000 * sorted(seconds)[int(len(seconds) * part)] for part in (0.5, 0.99))
-        _figures.info("C5: %d claims %s, median %.1f ms, p99 %.1f ms", len(seconds), name, half, most)
-
-
-def shortest_and_longest(shares: list[list[int]]) -> tuple[int, int]:
-    """Return the sizes of the smallest and the largest share."""
-    return min(map(len, shares)), max(map(len, shares))
 
 
 # The storm has happened when every one of these answers has been given.

@@ -327,22 +327,6 @@ async def test_a_successor_follows_when_another_workers_claim_ends_its_lost_pred
     assert (row_of(db, older).state, row_of(db, older).superseded_by) == ("skipped", newer)
 
 
-@pytest.mark.slow
-def test_the_last_committed_of_many_producers_is_the_one_delivered(connect: Connect, db: psycopg.Connection) -> None:
-    committed = []
-    for number in range(20):
-        producer = connect()
-        message_id = enqueue(producer, payload=number, coalesce_key="k")
-        if number % 2:
-            producer.rollback()
-        else:
-            producer.commit()
-            committed.append(message_id)
-        producer.close()
-    assert ids_in_flight(claim(db)) == [committed[-1]]
-    assert [row.state for row in rows_of(db)] == ["skipped"] * 9 + ["sending"]
-
-
 def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: psycopg.Connection) -> None:
     producer = connect()
     older = enqueue(db, coalesce_key="k")
