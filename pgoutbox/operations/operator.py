@@ -198,14 +198,19 @@ class Operator:
         return [TopicCounts._make(row) for row in self._fetch(sql.STATS, {"queue": queue})]
 
     def list_failures(
-        self, *, topic: str | None = None, within: timedelta | None = None, limit: int = 100
+        self,
+        *,
+        topic: str | None = None,
+        within: timedelta | None = None,
+        newest: int = _SEARCHED_GROUP_ROWS,
+        limit: int = 100,
     ) -> list[FailureGroup]:
         """Return failed messages by topic and cause, those with the most failures in the last hour first.
 
-        `within` restricts them to messages that failed that lately. Reads at most the newest 3,000 of them.
+        `within` restricts them to messages that failed that lately. Reads those that failed last, up to `newest`.
         """
         seconds = None if within is None else within.total_seconds()
-        parameters = {"topic": topic, "seconds": seconds, "cap": _SEARCHED_GROUP_ROWS, "limit": limit}
+        parameters = {"topic": topic, "seconds": seconds, "cap": newest, "limit": limit}
         rows = self._fetch(sql.LIST_FAILURES, parameters)
         return [FailureGroup._make(row[: len(FailureGroup._fields)]) for row in rows]
 

@@ -16,8 +16,9 @@ WHERE coalesce_key IS NOT NULL;
 CREATE INDEX message_failed_ordered ON pgoutbox.message_failed (queue, ordering_key)
 WHERE ordering_key IS NOT NULL;
 
--- Monitoring counts the messages that failed within the last hour.
-CREATE INDEX message_failed_finished_at ON pgoutbox.message_failed (finished_at);
+-- Monitoring counts the messages that failed within the last hour. With the state, which all queries name, a chart of the
+-- failures reads only the index.
+CREATE INDEX message_failed_finished_at ON pgoutbox.message_failed (finished_at) INCLUDE (state);
 
 COMMENT ON TABLE pgoutbox.message_failed IS
     'Messages that failed permanently; they wait for an operator (redrive or prune).';
