@@ -332,7 +332,7 @@ def failures(
 
     Errors that differ only in addresses, quoted values, ids and numbers have one cause. To act on a group, pass it to
     redrive or dismiss as --group. `failed_again` counts messages that had failed before and were redriven. Reads the
-    newest 3,000 failed messages.
+    3,000 messages that failed last.
     """
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)

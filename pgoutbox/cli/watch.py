@@ -25,6 +25,7 @@ Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refre
 Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
 
 _PROBLEMS = 5
+_TOPICS = 50
 _TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
 _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
 
@@ -35,7 +36,8 @@ def top(
 ) -> None:
     """Watch the problems of delivery, the backlog by topic, and the workers.
 
-    Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document.
+    Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document. Shows
+    the 50 topics that are late for longest, and with --json all.
     """
     settings = read_settings(dsn)
     with (
@@ -59,8 +61,11 @@ def top(
                 show(
                     [
                         (("level", "what"), _most_urgent(problems)),
-                        (_TOPIC_COLUMNS, [_topic_cells(topic) for topic in topics]),
-                        (activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found]),
+                        (_TOPIC_COLUMNS, _latest(topics)),
+                        (
+                            activity.WorkerActivity._fields,
+                            [[shorten(v) if isinstance(v, str) else v for v in _worker_cells(w)] for w in found],
+                        ),
                     ]
                 )
 
@@ -152,6 +157,14 @@ def _most_urgent(problems: Sequence[Finding]) -> list[tuple[str, str]]:
     shown = [(str(problem.level), shorten(problem.what) or "") for problem in problems[:_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, ("", f"and {more} more: pgoutbox doctor names them all, with remedies")] if more else shown
+
+
+def _latest(topics: Sequence[activity.TopicActivity]) -> list[list[object]]:
+    """Return the topics that are late for longest, by queue and name if all fit."""
+    late_first = sorted(topics, key=lambda topic: -(topic.oldest_due_seconds or 0)) if len(topics) > _TOPICS else topics
+    shown = [_topic_cells(topic) for topic in late_first[:_TOPICS]]
+    more = len(topics) - len(shown)
+    return [*shown, [f"and {more} more", *[""] * (len(_TOPIC_COLUMNS) - 1)]] if more else shown
 
 
 def _topic_cells(topic: activity.TopicActivity) -> list[object]:
