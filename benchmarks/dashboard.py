@@ -136,6 +136,7 @@ def _pages(count: int) -> list[str]:
         {"state": "failed", "text": "stands nowhere"},
         {"state": "failed", "group": "0" * 12},
         {"state": "sending"},
+        {"state": "pending", "due": "now"},
         {"before": count // 2, "key": "no-such-key"},
         {"created_before": "2020-01-01T00:00"},
     ]
@@ -144,6 +145,8 @@ def _pages(count: int) -> list[str]:
         "/?range=14d",
         "/queues",
         "/queues?queue=bulk",
+        "/queues?queue=tenant-4321",
+        "/queues?queue=bulk&range=14d",
         "/queues?start=tenant-4",
         "/topics",
         "/topics?start=tenant.4",
@@ -197,7 +200,10 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
     return {
         "COUNT_OPEN": {"cap": CAP + 1},
         "COUNT_DONE": {"cap": CAP + 1},
-        "RANK_QUEUES": {"prefix": "", "queues": 10_001, "cap": 100, "limit": 100},
+        "COUNT_PENDING": {"prefix": "", "queues": 10_001, "cap": CAP + 1, "parts": ["now", "later", "again"]},
+        "RANK_QUEUES": {"prefix": "", "queues": 10_001, "limit": 100},
+        "DUE_FOR_LONG": {**EACH_QUEUE, "seconds": 60, "rows": 10_000},
+        "UNDELIVERED": {**EACH_QUEUE, "seconds": 86_400, "rows": 10_000},
         "LIVE_QUEUES": {"queues": ["default", "mail", "bulk", "webhooks"], "cap": QUEUE_CAP + 1},
         "RUNNING_WORKERS": {"cap": CAP},
         "RUNNING_MESSAGES": {"cap": CAP, "limit": 20},

@@ -81,7 +81,7 @@ def messages_by_time(
     ]
     total = sum(counts.get(at, 0) for at in slots)
     label = f"{total:,} {state} in {asked.name}, at most {highest:,} in {_length(asked.width)}"
-    since = next((at for at in slots if at in counts), None)
+    since = next((at for at in slots if at in counts), now)
     return WideChart(
         label,
         f"{highest:,}",

@@ -20,6 +20,7 @@ from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.dashboard.tabs import Facets, Tab, count_tabs, facets_of
 from pgoutbox.doctor import Finding, Level, examine_delivery
 from pgoutbox.errors import PgOutboxError
+from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count
@@ -50,7 +51,7 @@ class Overview(NamedTuple):
 
     now: datetime
     problems: list[Finding]
-    states: list[reads.StateCount]
+    states: Mapping[State, Count]
     queues: reads.Queues
     workers: list[reads.WorkerRow]
     breaker_count: int
@@ -141,11 +142,11 @@ class Dashboard:
         return cast("Totals | None", last)
 
     def _load_totals(self, connection: Connection) -> Totals:
-        found = self._findings(connection, _FRESH_TOTALS_SECONDS)
+        found = self._findings(connection, _FRESH_TOTALS_SECONDS, only_problems=True)
         problems = sum(finding.level is Level.PROBLEM for finding in found)
-        tabs = {tab.name: tab.total or Count(0) for tab in count_tabs(connection)}
-        numbers = tabs["due"], tabs["in flight"], tabs["failed"]
-        return Totals(problems, *numbers, reads.count_breakers(connection))
+        due, opened = reads.count_pending(connection, "now")["now"], reads.count_open(connection)
+        breakers = reads.count_breakers(connection)
+        return Totals(problems, due, opened[State.SENDING], opened[State.FAILED], breakers)
 
     async def findings_about(self, what: Literal["queue", "topic"], name: str) -> list[Finding]:
         """Return the findings about a queue or a topic, without hidden values, at most five seconds old."""
@@ -157,13 +158,14 @@ class Dashboard:
         hidden = self.names_of(None)
         return [dataclasses.replace(finding, what=redact_text(finding.what, hidden)) for finding in findings]
 
-    def _findings(self, connection: Connection, seconds: float) -> list[Finding]:
+    def _findings(self, connection: Connection, seconds: float, *, only_problems: bool = False) -> list[Finding]:
         """Return the findings of so many seconds ago at most, or of now: overview and header share them."""
         asked_at = time.monotonic()
         read_at, found = self._known.get("findings", (-math.inf, []))
         if asked_at - read_at > seconds:
-            found = examine_delivery(connection, self.settings, self.outbox)
-            self._known["findings"] = asked_at, found
+            found = examine_delivery(connection, self.settings, self.outbox, only_problems=only_problems)
+            if not only_problems:
+                self._known["findings"] = asked_at, found
         return cast("list[Finding]", found)
 
     async def tabs(self) -> list[Tab]:
@@ -176,8 +178,17 @@ class Dashboard:
 
     async def facets(self, which: MessageFilter) -> Facets:
         """Return the topics and queues to choose from for this filter, at most five seconds old."""
-        topics = await self.topics(seconds=_FRESH_TOTALS_SECONDS)
-        queues = await self._fresh("queues", reads.queues, seconds=_FRESH_TOTALS_SECONDS)
+        queues: Sequence[reads.QueueRow] = ()
+        if which.states in [(State.PENDING,), (State.SENDING,)]:
+            queues = await self._fresh("queues", reads.few_queues, seconds=_FRESH_TOTALS_SECONDS)
+        match which.states:
+            case (State.PENDING,):
+                topics = (await self.topics(seconds=_FRESH_TOTALS_SECONDS)).rows
+            case (State.SENDING,) | (State.FAILED,):
+                held = await self._fresh("held topics", reads.held_topics, seconds=_FRESH_TOTALS_SECONDS)
+                topics = held.rows
+            case _:
+                topics = {}
         return facets_of(topics, queues, which)
 
     async def _fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:

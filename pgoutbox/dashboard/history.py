@@ -14,8 +14,10 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
 
+import psycopg
+
 from pgoutbox.dashboard.database import allowing_bitmaps
-from pgoutbox.database import sql
+from pgoutbox.database import operator_connection, sql
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +36,8 @@ _TEN_MINUTES: Final = timedelta(minutes=10)
 # The first step counts all slots that are not settled, so that the next one makes progress.
 _FIRST_STEP: Final = {MINUTE: 5, _THREE_MINUTES: 2, _TEN_MINUTES: 2}
 _BUCKETS_OF_A_DOUBLING: Final = 12
+# A page has two seconds for a statement.
+_STEP_SECONDS: Final = 1.0
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -94,15 +98,16 @@ class History:
             counted = {at: known[at] for at in wanted if at in known}
 
         def count(first: datetime, last: datetime) -> None:
-            counted.update({at: Counter() for at in _from_to(first, last, width)})
             parameters = {"width": width.total_seconds(), "from": first, "to": last + width, "by": by}
-            for at, key, messages in connection.execute(statement, parameters):
+            rows = connection.execute(statement, parameters).fetchall()
+            counted.update({at: Counter() for at in _from_to(first, last, width)})
+            for at, key, messages in rows:
                 counted[at.astimezone(UTC)][key] += messages
 
         with allowing_bitmaps(connection):
             missing = [at for at in wanted if at not in counted]
             seconds = _RANGE_BUDGET_SECONDS if width == _TEN_MINUTES else _BUDGET_SECONDS
-            _count_back(missing, width, _FIRST_STEP[width], seconds, count)
+            _count_back(connection, missing, width, _FIRST_STEP[width], seconds, count)
         with self._lock:
             settled = {at: found for at, found in counted.items() if at + width + _SETTLED <= now}
             oldest = now - (_LONGEST if width == _TEN_MINUTES else asked.width * asked.slot_count)
@@ -137,7 +142,7 @@ def depth(connection: Connection, queue: str, now: datetime, asked: Range, cap: 
         counted_from = first
 
     with allowing_bitmaps(connection):
-        _count_back(parts, part, 1, _RANGE_BUDGET_SECONDS, count)
+        _count_back(connection, parts, part, 1, _RANGE_BUDGET_SECONDS, count)
     for created_slot, messages in connection.execute(sql.LIVE_BY_TIME, {**names, "cap": cap}):
         created[created_slot.astimezone(UTC)] += messages
     # Messages that ended at times that are not counted are missing from both numbers.
@@ -170,25 +175,39 @@ def _without_gap(wanted: list[datetime], counted: Mapping[datetime, object]) -> 
 
 
 def _count_back(
+    connection: Connection,
     missing: list[datetime],
     width: timedelta,
     first_step: int,
     budget_seconds: float,
     count: Callable[[datetime, datetime], None],
 ) -> None:
-    """Count the missing slots, the newest first, until the time is over. Quick steps grow."""
+    """Count the missing slots, the newest first, until the time is over. Quick steps grow.
+
+    A step that takes too long is repeated for one slot. If that takes too long, it and all older slots stay missing.
+    """
     ends_at = time.monotonic() + budget_seconds
     steps, step = 0, first_step
-    # The newest slots are counted every time. At least one more step is made, however long it takes.
-    while missing and (steps < 2 or time.monotonic() < ends_at):
-        began_at = time.monotonic()
-        newest = missing[0]
-        slots = [at for at in missing if newest - at < step * width]
-        count(slots[-1], newest)
-        missing = missing[len(slots) :]
-        is_quick = time.monotonic() - began_at < budget_seconds / 8
-        step = step * 2 if is_quick else max(first_step, step // 2)
-        steps += 1
+    with operator_connection.limiting(_STEP_SECONDS):
+        operator_connection.prepare(connection)
+        # The newest slots are counted every time. At least one more step is made, however long it takes.
+        while missing and (steps < 2 or time.monotonic() < ends_at):
+            began_at = time.monotonic()
+            newest = missing[0]
+            slots = [at for at in missing if newest - at < step * width]
+            steps += 1
+            try:
+                with connection.transaction():
+                    count(slots[-1], newest)
+            except psycopg.errors.QueryCanceled:
+                if len(slots) == 1:
+                    break
+                step = 1
+                continue
+            missing = missing[len(slots) :]
+            is_quick = time.monotonic() - began_at < budget_seconds / 8
+            step = step * 2 if is_quick else max(first_step, step // 2)
+    operator_connection.prepare(connection)
 
 
 def percentiles(slots: Iterable[Latencies], shares: Iterable[float]) -> list[float | None]:

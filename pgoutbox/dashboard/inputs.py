@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pgoutbox.operations import Correction
     from pgoutbox.operations.acts import Act, ActArguments, ActName
 
-MAX_LIMIT: Final = 200
+MAX_LIMIT: Final = 100
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 # The key of a circuit breaker can be a long URL.

@@ -261,7 +261,7 @@ async def failed(request: Request) -> Response:
         groups = reads.failed_groups(connection)
         return {
             "groups": [group.redacted(dashboard.names_of(group.topic)) for group in groups],
-            "looked_at": sum(group.messages for group in groups),
+            "has_more": sum(group.messages for group in groups) >= reads.GROUP_ROWS or len(groups) >= reads.MAX_GROUPS,
         }
 
     retrying = next(tab for tab in await dashboard.tabs() if tab.due == "again")
@@ -315,8 +315,9 @@ async def bulk_preview(request: Request) -> Response:
         shown = near.matching if which.ids is not None else min(near.matching, _PREVIEW)
         found = reads.search(connection, which, limit=shown).messages if near.matching else []
         first = _redacted(dashboard, found)
-        cause = reads.cause_of(connection, which, dashboard.names_of(which.topic))
-        return {"near": near, "messages": first, "cause": cause}
+        cause = reads.cause_of(connection, found[0].id) if found and which.error_group is not None else None
+        hidden = dashboard.names_of(which.topic)
+        return {"near": near, "messages": first, "cause": None if cause is None else redact_text(cause, hidden)}
 
     return await _show(
         request,

@@ -50,7 +50,7 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
             }
             for finding in found.problems
         ],
-        "messages": {count.state: {"count": count.messages, "kind": count.kind} for count in found.states},
+        "messages": {state: {"count": count.messages, "kind": count.kind} for state, count in found.states.items()},
         "redirects": notices.redirects.as_json(),
         "is_copy": notices.is_copy,
         "workers": [_part(worker, "worker", "queues", "topics", "in_flight", "ended_at") for worker in found.workers],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pgoutbox.dashboard import reads
 from pgoutbox.message import State
@@ -23,20 +23,20 @@ class Tab(NamedTuple):
 
     name: str
     states: tuple[State, ...]
-    due: Literal["now", "later", "again"] | None
+    due: reads.Part | None
     total: Count | None = None
 
 
 def count_tabs(connection: Connection) -> list[Tab]:
     """Return the tabs with their counts."""
-    states = {count.state: Count(count.messages, count.kind) for count in reads.count_states(connection)}
-    due, later, tried = reads.count_due(connection)
+    states = reads.count_states(connection)
+    pending = reads.count_pending(connection, "now", "later", "again")
     kind = max((count.kind for count in states.values()), key=_KINDS.index)
     return [
         Tab("all", (), None, Count(sum(count.messages for count in states.values()), kind)),
-        Tab("due", (State.PENDING,), "now", due),
-        Tab("scheduled", (State.PENDING,), "later", later),
-        Tab("retrying", (State.PENDING,), "again", tried),
+        Tab("due", (State.PENDING,), "now", pending["now"]),
+        Tab("scheduled", (State.PENDING,), "later", pending["later"]),
+        Tab("retrying", (State.PENDING,), "again", pending["again"]),
         Tab("in flight", (State.SENDING,), None, states[State.SENDING]),
         *(
             Tab(state.value, (state,), None, states[state])
@@ -55,23 +55,22 @@ class Facets(NamedTuple):
     queue: list[tuple[str, Count | None]]
 
 
-def facets_of(topics: reads.Topics, queues: reads.Queues, which: MessageFilter) -> Facets:
+def facets_of(topics: Mapping[str, reads.TopicRow], queues: Sequence[reads.QueueRow], which: MessageFilter) -> Facets:
     """Return the topics and queues to choose from for this filter, with their numbers in its tab."""
+    by_topic: dict[str, Count] = {}
+    by_queue: dict[str, int] = {}
     match which.states, which.due:
         case (State.PENDING,), "now":
-            by_topic = {row.topic: row.due for row in topics.rows.values()}
-            by_queue = {row.queue: row.due for row in queues.rows}
+            by_topic = {row.topic: row.due for row in topics.values()}
+            by_queue = {row.queue: row.due for row in queues}
         case (State.PENDING,), None:
-            by_topic = {row.topic: row.waiting for row in topics.rows.values()}
-            by_queue = {row.queue: row.due + row.scheduled for row in queues.rows}
+            by_topic = {row.topic: row.waiting for row in topics.values()}
+            by_queue = {row.queue: row.due + row.scheduled for row in queues}
         case (State.SENDING,), _:
-            by_topic = {row.topic: row.in_flight for row in topics.rows.values()}
-            by_queue = {row.queue: row.sending + row.lapsed for row in queues.rows}
+            by_topic = {row.topic: row.in_flight for row in topics.values()}
+            by_queue = {row.queue: row.sending + row.lapsed for row in queues}
         case (State.FAILED,), _:
-            by_topic = {row.topic: row.failed for row in topics.rows.values()}
-            by_queue = {}
-        case _:
-            by_topic, by_queue = {}, {}
+            by_topic = {row.topic: row.failed for row in topics.values()}
     counted = {name: reads.capped(messages) for name, messages in by_queue.items()}
     return Facets(_most(by_topic, which.topic), _most(counted, which.queue))
 

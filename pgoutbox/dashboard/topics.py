@@ -93,7 +93,7 @@ async def topics(request: Request) -> Response:
 def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.TopicRow) -> list[FailureGroup]:
     # Of more failures than were counted, a search for those of one topic could read millions of others.
     is_few = row.failed.kind == "exactly"
-    found = Operator(connection).list_failures(topic=row.topic if is_few else None)
+    found = Operator(connection).list_failures(topic=row.topic if is_few else None, newest=reads.GROUP_ROWS)
     names = dashboard.names_of(row.topic)
     return [group.redacted(names) for group in found if group.topic == row.topic][:_MAX_GROUPS]
 

@@ -40,6 +40,8 @@ _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50  # As many as due_for_long.sql returns.
 # The queues share these rows, of each lane.
 _EVERYWHERE = {"rows": 10_000, "prefix": "", "queues": 20_000}
+_TOPICS = 20_000
+_TOPICS_NAMED = 20
 _WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
 
 
@@ -125,12 +127,11 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
         yield skipped("no-application", "no application given", _WITHOUT_APP)
         return
     handlers = handlers_of(context.outbox, context.settings)
-    waiting: dict[str, Count] = {}
-    rows = context.ask(sql.PENDING_TOPICS, _EVERYWHERE)
-    for row in rows:
-        if row["topic"] not in handlers:
-            waiting[row["topic"]] = waiting.get(row["topic"], Count(0)) + _count_of(row)
-    for topic, count in waiting.items():
+    rows = context.ask(sql.WAITING_TOPICS, _EVERYWHERE | {"topics": _TOPICS})
+    waiting = {row["topic"]: _count_of(row) for row in rows if row["topic"] not in handlers}
+    worst = sorted(waiting, key=lambda topic: (-waiting[topic].messages, topic))
+    for topic in worst[:_TOPICS_NAMED]:
+        count = waiting[topic]
         yield problem(
             "messages-without-handler",
             f"topic {topic} has no handler, and {count} of it {'waits' if count.messages == 1 else 'wait'}",
@@ -141,6 +142,14 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             f"pgoutbox cancel --all --topic {topic}",
             messages=count,
             topic=topic,
+        )
+    if more := worst[_TOPICS_NAMED:]:
+        yield problem(
+            "messages-without-handler",
+            f"{pluralize(len(more), 'more topic')} with pending messages and no handler: {join_names(more)}",
+            "workers never claim messages without a handler",
+            "run the doctor with the workers' --app",
+            messages=sum((waiting[topic] for topic in more), start=Count(0)),
         )
     idle = sorted(set(context.outbox.topics) - set(handlers) - set(waiting))
     if idle:
@@ -547,10 +556,11 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
 def check_destinations(context: DoctorContext) -> Iterator[Note]:
     """Check that the destination of each pending message has a transport."""
     settings = context.settings
-    waiting: dict[str, Count] = {}
-    for row in context.ask(sql.PENDING_TOPICS, _EVERYWHERE):
-        if row["scheme"] is not None:
-            waiting[row["scheme"]] = waiting.get(row["scheme"], Count(0)) + _count_of(row)
+    waiting = {
+        row["scheme"]: _count_of(row)
+        for row in context.ask(sql.PENDING_SCHEMES, _EVERYWHERE)
+        if row["scheme"] is not None
+    }
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}
     keys = [missing_key(scheme) for scheme in missing]
     reported = {row["key"] for row in context.ask(sql.MISSING_TRANSPORTS, {"keys": keys})} if missing else set()

@@ -19,7 +19,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
 # What a page that is open all night asks every few seconds, with fewer rows.
-_WATCHED_LIMITS: Final = Limits(failures_read=3_000)
+_WATCHED_LIMITS: Final = Limits(failures_read=1_000)
 _WATCHED_SECONDS: Final = 2.0
 
 Check = Callable[[DoctorContext], Notes]
@@ -43,6 +43,9 @@ _DELIVERY_CHECKS: Final[Mapping[str, Check]] = {
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
 }
+
+# Those of them that find problems. The others find only warnings.
+_FINDING_PROBLEMS: Final = ("due", "redirect")
 
 _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "rights": server.check_rights,
@@ -105,11 +108,16 @@ def examine(
 
 
 def examine_delivery(
-    connection: psycopg.Connection[Any], settings: Settings, outbox: Outbox | None = None
+    connection: psycopg.Connection[Any],
+    settings: Settings,
+    outbox: Outbox | None = None,
+    *,
+    only_problems: bool = False,
 ) -> list[Finding]:
     """Return the problems and warnings of delivery, each cause once, the worst first: what a person on call must know.
 
-    Runs in the transaction of the connection, if there is one.
+    Runs in the transaction of the connection, if there is one. With `only_problems`, checks that find only warnings do
+    not run.
     """
     context = DoctorContext(
         settings=settings,
@@ -118,7 +126,8 @@ def examine_delivery(
         limits=_WATCHED_LIMITS,
         statement_seconds=_WATCHED_SECONDS,
     )
-    found = [finding for check, ask in _DELIVERY_CHECKS.items() for finding in run_check(check, partial(ask, context))]
+    checks = {check: _DELIVERY_CHECKS[check] for check in _FINDING_PROBLEMS} if only_problems else _DELIVERY_CHECKS
+    found = [finding for check, ask in checks.items() for finding in run_check(check, partial(ask, context))]
     faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 

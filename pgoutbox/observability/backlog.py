@@ -40,6 +40,7 @@ from pgoutbox.settings import Settings
 PATIENCE_SECONDS: Final = 3.0
 _SHARE: Final = 20
 _QUEUES: Final = 100_000
+_ROWS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class Backlog:
             "other": OTHER,
             "prefix": "",
             "queues": _QUEUES,
+            "rows": _ROWS,
         }
         with operator_connection.connect(self._settings, read_only=True) as connection:
 

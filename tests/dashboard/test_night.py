@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox.dashboard import create_app
+from pgoutbox.doctor import Level, examine_delivery
 from tests.support import night
 from tests.support.command_line import clean_environment, cli, cli_anywhere
 from tests.support.html_page import Page
@@ -114,6 +115,14 @@ def test_ten_readings_name_the_same_causes_with_the_same_numbers(
     for code, what in readings[0]:
         assert CAUSES[code] in what, what
     assert all(reading == readings[0] for reading in readings)
+
+
+def test_the_header_counts_the_problems_of_the_overview(halting: int, db: psycopg.Connection, dsn: str) -> None:
+    """It runs only the checks that can find a problem."""
+    settings = web_settings(dsn=dsn)
+    problems = [found for found in examine_delivery(db, settings) if found.level is Level.PROBLEM]
+    assert len(problems) >= 3
+    assert examine_delivery(db, settings, only_problems=True)[: len(problems)] == problems
 
 
 def test_each_fault_is_found_and_ended_in_the_dashboard_alone(

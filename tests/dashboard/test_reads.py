@@ -14,6 +14,8 @@ from pgoutbox.operations import MessageFilter
 from tests.support.messages import CLAIM_ALL
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import psycopg
 
 CAP = 20
@@ -94,8 +96,8 @@ def most_read(plan: dict[str, Any]) -> int:
     ("name", "parameters", "bound"),
     [
         ("LIVE_QUEUES", {"queues": ["default"], "cap": CAP}, 8 * CAP + IN_FLIGHT_COUNT),
-        ("RANK_QUEUES", {"prefix": "", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
-        ("RANK_QUEUES", {"prefix": "d", "queues": 10, "cap": CAP, "limit": 5}, 3 * CAP),
+        ("RANK_QUEUES", {"prefix": "", "queues": 10, "limit": 5}, 10),
+        ("RANK_QUEUES", {"prefix": "d", "queues": 10, "limit": 5}, 10),
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
         ("LIST_BREAKERS", {**EACH_QUEUE, "limit": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
@@ -119,9 +121,10 @@ def most_read(plan: dict[str, Any]) -> int:
         ("SEARCH_MESSAGES", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
         ("COUNT_SEARCHED", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
         ("SEARCH_AHEAD", {**SELECTED.parameters(), "rows": 10**6, "after_id": 0, "through_id": 10**12}, 3),
-        ("COUNT_DUE", {"cap": CAP}, CAP + IN_FLIGHT_COUNT),
+        ("COUNT_PENDING", {**EACH_QUEUE, "cap": CAP, "parts": ["now", "later", "again"]}, CAP + IN_FLIGHT_COUNT),
         ("WHY_THEY_WAIT", {"ids": list(range(1, ROWS))}, ROWS),
         ("SUPERSEDED_BY", {"id": 10**12, "rows": ROWS, "limit": 5}, ROWS),
+        ("SHOW_CAUSE", {"id": 1}, 1),
         ("FIRST_FROM", {"id": 1}, 1),
         ("SHOW_MESSAGE", {"id": 10**12, "characters": 10}, 1),
     ],
@@ -145,9 +148,82 @@ def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycop
         operator_connection.prepare(db)
         db.execute(sql.PREPARE_PAGE)
         statement = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON, TIMING OFF) {sql.RANK_QUEUES}"
-        parameters = {"prefix": "", "queues": 1000, "cap": 1, "limit": 5}
+        parameters = {"prefix": "", "queues": 1000, "limit": 5}
         (((plan,),),) = db.execute(statement.encode(), parameters).fetchall()
     assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 50 * 40
+
+
+@pytest.fixture
+def tenants(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """Create 100 queues with 200 messages each, half of them retries, under the settings of a page."""
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.message (topic, queue, payload, destination, attempt_count, lane, available_at, attempts)"
+        " SELECT 'mail', 'queue-' || n % 100, '{}', 'mailto:' || n || '@example.org', n / 100 % 2, n / 100 % 2,"
+        " now() - interval '2 days', '[{}]' FROM generate_series(1, 20000) AS n"
+    )
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)"
+        " SELECT 'https://' || n || '.example.org', now(), 60, 'w', 'refused', ARRAY['queue-' || n || ' mail mailto']"
+        " FROM generate_series(1, 100) AS n"
+    )
+    rolled_back.execute("ANALYZE pgoutbox.message_live, pgoutbox.breaker")
+    with operator_connection.limiting(30):
+        operator_connection.prepare(rolled_back)
+    rolled_back.execute(sql.PREPARE_PAGE)
+    return rolled_back
+
+
+def all_steps(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the step and all below it."""
+    yield plan
+    for below in plan.get("Plans", ()):
+        yield from all_steps(below)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "most"),
+    [
+        # The names, and the first message of each lane.
+        ("RANK_QUEUES", {"limit": 5}, 3),
+        # Of 50 queues, five of each lane. While a breaker is open, each is read again.
+        ("DUE_FOR_LONG", {"seconds": 60, "rows": 250}, 3 + 2 * 5),
+        ("WAITING_TOPICS", {"rows": 1, "topics": 10}, 2 * 5 + 1),
+        ("PENDING_SCHEMES", {"rows": 1}, 2 * 5 + 1),
+        ("UNDELIVERED", {"seconds": 60, "rows": 1}, 2 * 5 + 1),
+        ("OLDEST_UNDELIVERED", {"rows": 1, "max_label_values": 10, "other": "other"}, 1 + 20 + 1),
+        # A message that a breaker can hold is read again.
+        ("LIST_BREAKERS", {"rows": 1, "limit": 5}, 4 * 5 + 1),
+        # The first queue is enough.
+        ("COUNT_PENDING", {"cap": 20, "parts": ["now"]}, 1),
+    ],
+)
+def test_queues_share_the_rows_that_are_read(
+    tenants: psycopg.Connection, name: str, parameters: dict[str, object], most: int
+) -> None:
+    """Of 100 queues with 200 messages each, at most so many of each queue."""
+    plan = steps_of(tenants, name, {"prefix": "", "queues": 1000} | parameters)
+    reads = [step for step in all_steps(plan) if step.get("Relation Name") == "message_live"]
+    rows = sum((step["Actual Rows"] + step.get("Rows Removed by Filter", 0)) * step["Actual Loops"] for step in reads)
+    assert 0 < rows <= most * 100
+    compared = sum(step.get("Rows Removed by Join Filter", 0) * step["Actual Loops"] for step in all_steps(plan))
+    assert compared <= most * 100, "each message is compared with each breaker"
+
+
+def test_only_the_newest_failures_are_read_under_a_generic_plan(db: psycopg.Connection) -> None:
+    """A pooled connection gets this plan from its sixth page on. Old messages failed last."""
+    db.execute(
+        "INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, finished_at, last_error)"
+        " SELECT 'mail', '{}', 'failed', 1, now() - n * interval '1 min', 'error' FROM generate_series(1, 20000) AS n"
+    )
+    db.execute("VACUUM ANALYZE pgoutbox.message_failed")
+    with db.transaction(), operator_connection.limiting(30):
+        operator_connection.prepare(db)
+        db.execute(sql.PREPARE_PAGE)
+        db.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+        statement = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT FROM pgoutbox.failures(newest => 10)"
+        db.execute("SELECT FROM pgoutbox.failures(newest => 1)")  # Fills the caches of the catalog.
+        (((plan,),),) = db.execute(statement).fetchall()
+    assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 60
 
 
 def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:

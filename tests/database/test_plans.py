@@ -412,7 +412,13 @@ def test_a_finish_sorts_nothing_and_finds_claims_by_primary_key(
 
 
 IN_FLIGHT_COUNT = 1_699
-GAUGE_PARAMETERS: Mapping[str, object] = {"max_label_values": 100, "other": "other", "prefix": "", "queues": 100_000}
+GAUGE_PARAMETERS: Mapping[str, object] = {
+    "max_label_values": 100,
+    "other": "other",
+    "prefix": "",
+    "queues": 100_000,
+    "rows": 100_000,
+}
 
 
 @pytest.fixture(params=["analyzed", "never analyzed"])

@@ -903,6 +903,20 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     expect(findings, Level.WARNING, "topics-without-handler", "later.perhaps")
 
 
+def test_of_many_topics_without_a_handler_those_with_the_most_messages_are_named(
+    dsn: str, db: psycopg.Connection, handled: Outbox
+) -> None:
+    for number in range(25):
+        enqueue(db, f"lost.{number:02}")
+    enqueue(db, "lost.24")
+    findings = found(dsn, "handlers", outbox=handled)
+    assert len(findings) == 21
+    assert "lost.24" in findings[0].what
+    assert findings[-1].what == (
+        "5 more topics with pending messages and no handler: lost.19, lost.20, lost.21, lost.22, lost.23"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("posing")
 def test_alerts_have_the_handler_of_a_worker_that_sends_them(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:

@@ -2,28 +2,34 @@
 -- has postponed last. They are counted among those of each queue that are due first: with `is_sample` there may be more.
 \ir _live_queue_names.sql
 , held AS MATERIALIZED (
-    -- Joined by their text: to search the breakers for each message takes too long with hundreds of them.
-    SELECT hold.text, min(b.key) AS breaker_key
-    FROM pgoutbox.breaker_view AS b
-    CROSS JOIN LATERAL unnest(b.holds) AS hold(text)
-    GROUP BY hold.text
+    -- Looked up by their text: to search the breakers for each message takes too long with hundreds of them.
+    SELECT
+        jsonb_object_agg(h.hold, h.breaker_key) AS breaker_keys,
+        jsonb_object_agg(split_part(h.hold, ' ', 1) || ' ' || split_part(h.hold, ' ', 2), true) AS topics
+    FROM (
+        SELECT hold.text AS hold, min(b.key) AS breaker_key
+        FROM pgoutbox.breaker_view AS b
+        CROSS JOIN LATERAL unnest(b.holds) AS hold(text)
+        GROUP BY hold.text
+    ) AS h
 ), waiting AS MATERIALIZED (
     SELECT
         coalesce(
-            held.breaker_key,
-            (
-                SELECT m.breaker_key
+            -- The destination is read only where a breaker can hold the message: the view redacts it, which is slow.
+            CASE WHEN (SELECT h.topics FROM held AS h) ? (l.queue || ' ' || one.topic) THEN (
+                SELECT (SELECT h.breaker_keys FROM held AS h) ->> pgoutbox._hold_of(m.queue, m.topic, m.destination)
                 FROM pgoutbox.message_view AS m
                 WHERE m.id = one.id AND m.state = 'pending'
                 LIMIT 1
-            )
+            ) END,
+            one.breaker_key
         ) AS breaker_key,
         count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
     FROM (
         SELECT
             named.queue,
             'infinity'::timestamptz AS until_at,
-            greatest(20, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
+            greatest(5, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
         FROM named
         -- Without an open breaker nothing is read.
         WHERE named.number > 0 AND EXISTS (SELECT FROM pgoutbox.breaker_view)
@@ -31,7 +37,6 @@
     CROSS JOIN LATERAL (
         \ir ../doctor/_pending.sql
     ) AS one
-    LEFT JOIN held ON held.text = pgoutbox._hold_of(l.queue, one.topic, one.destination)
 ), behind AS (
     SELECT
         w.breaker_key,

@@ -12,7 +12,7 @@
         SELECT
             named.queue,
             'infinity'::timestamptz AS until_at,
-            greatest(20, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
+            greatest(5, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
         FROM named
         WHERE named.number > 0
     ) AS l

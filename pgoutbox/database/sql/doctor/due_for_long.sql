@@ -47,9 +47,13 @@
             SELECT
                 m.topic,
                 m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p) AS is_paused,
-                (
-                    SELECT min(h.key) FROM holds AS h WHERE h.hold = pgoutbox._hold_of(l.queue, m.topic, m.destination)
-                ) AS breaker,
+                -- Only while a breaker is open is the destination read: the view redacts it, which is slow for many rows.
+                CASE WHEN EXISTS (SELECT FROM holds) THEN (
+                    SELECT min(h.key)
+                    FROM pgoutbox.message_view AS sent
+                    JOIN holds AS h ON h.hold = pgoutbox._hold_of(sent.queue, sent.topic, sent.destination)
+                    WHERE sent.state = 'pending' AND sent.id = m.id
+                ) END AS breaker,
                 CASE WHEN m.ordering_key IS NOT NULL THEN (
                     SELECT min(f.id)
                     FROM pgoutbox.message_view AS f

@@ -1,7 +1,7 @@
 -- For each queue, the time since its oldest undelivered message fell due for the first time, whatever its due time now: a
--- message that was attempted counts from its first attempt. Messages that are scheduled do not count. It reads at
--- most 1,000 attempted messages of a queue, those that are due first. At most `max_label_values` queues, those with the
--- oldest messages, are reported separately; all others have the name `other`.
+-- message that was attempted counts from its first attempt. Messages that are scheduled do not count. Of the attempted
+-- messages of a queue it reads those that are due first, up to 1,000: the queues share `rows`, of each lane. At most
+-- `max_label_values` queues, those with the oldest messages, are reported separately; all others have the name `other`.
 \ir ../dashboard/_live_queue_names.sql
 , waiting AS (
     SELECT
@@ -22,7 +22,7 @@
                         SELECT m.first_attempt_at FROM pgoutbox.message_view AS m
                         WHERE m.queue = n.queue AND m.lane = 1 AND m.state IN ('pending', 'sending')
                             AND m.ordering_key IS NULL
-                        ORDER BY m.available_at LIMIT 1000
+                        ORDER BY m.available_at LIMIT n.rows
                     )
                     UNION ALL
                     (
@@ -31,13 +31,16 @@
                         WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state IN ('pending', 'sending')
                             -- Always true: it permits the index message_live_ordered_due.
                             AND m.available_at > '-infinity'
-                        ORDER BY m.available_at LIMIT 1000
+                        ORDER BY m.available_at LIMIT n.rows
                     )
                 ) AS lane
             ))::float8
         ) AS seconds
-    FROM named AS n
-    WHERE n.number > 0
+    FROM (
+        SELECT named.queue, least(1000, greatest(20, %(rows)s::bigint / count(*) OVER ())) AS rows
+        FROM named
+        WHERE named.number > 0
+    ) AS n
 ), ranked AS (
     SELECT w.queue, w.seconds, row_number() OVER (ORDER BY w.seconds DESC, w.queue) AS place
     FROM waiting AS w

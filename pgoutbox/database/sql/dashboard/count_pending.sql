@@ -1,0 +1,47 @@
+-- The numbers of pending messages that are due, that are due later, and that have failed an attempt, for the given `parts`: each
+-- among the first `cap` messages of its part, queue by queue. They are all there are if `is_all`.
+\ir _live_queue_names.sql
+SELECT
+    part.name,
+    count(message.has_failed) FILTER (WHERE part.name <> 'again' OR message.has_failed) AS messages,
+    count(message.has_failed) < %(cap)s::bigint
+        AND (SELECT max(named.number) FROM named) < %(queues)s::bigint AS is_all
+FROM (
+    VALUES ('now', true, '-infinity'::timestamptz, now()),
+        ('later', true, now(), 'infinity'),
+        ('again', false, '-infinity', 'infinity')
+) AS part(name, has_fresh, after_at, until_at)
+LEFT JOIN LATERAL (
+    SELECT lane.has_failed
+    FROM named AS n
+    CROSS JOIN LATERAL (
+        (
+            SELECT false AS has_failed FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+                AND m.available_at > part.after_at AND m.available_at <= part.until_at AND part.has_fresh
+            ORDER BY m.available_at LIMIT %(cap)s::bigint
+        )
+        UNION ALL
+        (
+            -- Attempts without snoozes, releases and postponements, which raise max_attempts.
+            SELECT m.attempt_count + m.attempt_budget > m.max_attempts FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
+                AND m.available_at > part.after_at AND m.available_at <= part.until_at
+            ORDER BY m.available_at LIMIT %(cap)s::bigint
+        )
+        UNION ALL
+        (
+            SELECT m.attempt_count + m.attempt_budget > m.max_attempts FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                AND m.available_at > part.after_at AND m.available_at <= part.until_at
+                -- Always true: it permits the index message_live_ordered_due.
+                AND m.available_at > '-infinity'
+            ORDER BY m.available_at LIMIT %(cap)s::bigint
+        )
+    ) AS lane
+    WHERE n.number > 0
+    -- The walk along the names ends with it, too.
+    LIMIT %(cap)s::bigint
+) AS message ON true
+WHERE part.name = ANY (%(parts)s::text[])
+GROUP BY part.name
