@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -113,12 +112,10 @@ def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # 
                 await asyncio.sleep(_IO_SECONDS)
 
         case "sync":
-            lock = threading.Lock()
 
             @outbox.handler(TOPIC)
             def sync(message: Message[JsonValue], context: SyncContext) -> None:  # noqa: ARG001
-                with lock:
-                    count()
+                count()
 
         case "batch":
 

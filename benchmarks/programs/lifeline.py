@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -50,21 +51,21 @@ class Tally:
     STEP = 250
 
     def __init__(self) -> None:
-        self._count = 0
+        self._numbers = itertools.count()
         self._cpu_before = 0.0
 
     def count(self) -> None:
-        """Count a handler call."""
-        if self._count == 0:
+        """Count a handler call. Any thread may call it."""
+        number = next(self._numbers)
+        if number == 0:
             self._cpu_before = time.process_time()
             say(first_at=time.monotonic())
-        self._count += 1
-        if self._count % self.STEP == 0:
+        if (number + 1) % self.STEP == 0:
             say(handled_count=self.STEP)
 
     def report(self) -> None:
         """Report the total to the parent, and the CPU time since the first call."""
-        say(total_count=self._count, cpu_seconds=time.process_time() - self._cpu_before)
+        say(total_count=next(self._numbers), cpu_seconds=time.process_time() - self._cpu_before)
 
 
 class Meter:

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -86,10 +85,12 @@ class AttemptThreads(ThreadPoolExecutor):
         super().__init__(max_workers, thread_name_prefix="pgoutbox-handler")
         self._inner = inner
         self._begin_thread = super().submit if inner is None else inner.submit
-        self._lock = threading.Lock()
+        # No lock: threads that wait for one change turns for each message. What is put here is seen by the thread that
+        # resets the mark afterwards. A second thread may see it too, and then finds nothing.
         self._waiting: deque[_Work[Any]] = deque()
         self._is_beginning = False  # A thread will begin, and look for work.
-        self._returned: list[asyncio.Future[None]] = []
+        self._returned: deque[asyncio.Future[None]] = deque()
+        self._is_waking = False  # The event loop will look for results.
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the function in a thread, as part of the calling attempt.
@@ -98,32 +99,43 @@ class AttemptThreads(ThreadPoolExecutor):
         """
         owner = _NOBODY if fn in _LOOK_UPS else thread_owner.get()
         work = _Work(partial(fn, *args, **kwargs), owner.may_begin())
-        with self._lock:
-            if not self._is_beginning:
-                self._begin_thread(self._serve)
-                self._is_beginning = True
-            self._waiting.append(work)
+        self._waiting.append(work)
+        if not self._is_beginning:
+            try:
+                self._begin()
+            except RuntimeError:  # Shut down.
+                work.cancel()
+                raise
         owner.watch_thread(work)
         return work
 
-    def _serve(self) -> None:
-        with self._lock:
+    def _begin(self) -> None:
+        self._is_beginning = True
+        try:
+            self._begin_thread(self._serve)
+        except RuntimeError:
             self._is_beginning = False
+            raise
+
+    def _serve(self) -> None:
+        self._is_beginning = False
         while work := self._next():
             work.run()
-            if self._inner is not None:
-                return  # Its other users wait for this thread too.
+            if self._inner is not None and self._is_beginning:
+                return  # Others who use these threads come first.
+
+    def _next_waiting(self) -> _Work[Any] | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
 
     def _next(self) -> _Work[Any] | None:
-        with self._lock:
-            if not self._waiting:
-                return None
-            work = self._waiting.popleft()
-            if self._waiting and not self._is_beginning:
-                with suppress(RuntimeError):  # After `shutdown` no thread can begin.
-                    self._begin_thread(self._serve)
-                    self._is_beginning = True
-            return work
+        work = self._next_waiting()
+        if self._waiting and not self._is_beginning:
+            with suppress(RuntimeError):  # Shut down: this thread does the rest.
+                self._begin()
+        return work
 
     def returned(self, thread: Future[Any]) -> asyncio.Future[None]:
         """Return a future of the running event loop that is done when this work has ended. All calls have one loop.
@@ -135,17 +147,16 @@ class AttemptThreads(ThreadPoolExecutor):
         return waiter
 
     def _return(self, waiter: asyncio.Future[None]) -> None:
-        with self._lock:
-            self._returned.append(waiter)
-            is_first = len(self._returned) == 1
-        if is_first:
+        self._returned.append(waiter)
+        if not self._is_waking:
+            self._is_waking = True
             with suppress(RuntimeError):  # The loop is closed.
                 waiter.get_loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        with self._lock:
-            returned, self._returned = self._returned, []
-        for waiter in returned:
+        self._is_waking = False
+        while self._returned:
+            waiter = self._returned.popleft()
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -160,9 +171,8 @@ class AttemptThreads(ThreadPoolExecutor):
             self._cancel_waiting()  # Submitted meanwhile.
 
     def _cancel_waiting(self) -> None:
-        with self._lock:
-            waiting, self._waiting, self._is_beginning = self._waiting, deque(), False
-        for work in waiting:
+        self._is_beginning = False
+        while work := self._next_waiting():
             work.cancel()
 
 
