@@ -130,7 +130,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain, many small claims": Kind(_filled(), (500, 4000), _FEW_SLOTS),
     "drain, a rate": Kind(_with_rate, (1000, 8000), {}),
     "drain, deleted as sent": Kind(_not_kept, (1000, 8000), {}, is_kept=False),
-    "slow handlers, 4 slots": Kind(_filled("budget.slow"), (300, 1200), {"concurrency": "4"}, share=1.3),
+    "slow handlers, 4 slots": Kind(_filled("budget.slow"), (300, 1200), {"concurrency": "4"}, share=2.5),
     "synchronous handlers": Kind(_filled("budget.sync"), (1000, 8000), {}, share=1.3),
     "contents": Kind(_filled("budget.content"), (500, 4000), {}, share=1.1),
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
