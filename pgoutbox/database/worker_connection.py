@@ -65,8 +65,9 @@ class WorkerConnection:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
-    server refuses this connection, the open connection of `spare` is used, which may belong to another thread's event
-    loop. `on_lost` is called after each statement that broke the connection, on the event loop of its caller.
+    server refuses this connection, that of `spare` is used, which may belong to another thread's event loop. The spare
+    comes first: it is opened again before this connection, which is given up if the server refuses the spare.
+    `on_lost` is called after each statement that broke the connection, on the event loop of its caller.
     """
 
     def __init__(
@@ -82,6 +83,9 @@ class WorkerConnection:
         self._settings = settings
         self._purpose = purpose
         self._spare = spare
+        self._less_needed: list[WorkerConnection] = []
+        if spare is not None:
+            spare._less_needed.append(self)
         self._on_lost = on_lost
         self._refused_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,7 +106,7 @@ class WorkerConnection:
         first ends the abandoned session: its statement must not commit later. The call raises `StrandedError` while
         that session still hangs in its COMMIT.
         """
-        if self._spare is not None and self._spare.is_open and not await self._can_open():
+        if self._spare is not None and not await self._can_open(beside=self._spare):
             return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
         async with self._turn:
             connection = await self._open()
@@ -151,12 +155,13 @@ class WorkerConnection:
                 raise StrandedError(f"the session of an abandoned statement still exists: {waits_for}")
         self._stranded_pid = None
 
-    async def _can_open(self) -> bool:
+    async def _can_open(self, *, beside: WorkerConnection) -> bool:
         if self.is_open:
             return True
         if time.monotonic() - self._refused_at < _REFUSED_PAUSE_SECONDS:
             return False
         try:
+            await beside.reopen_from_anywhere()
             await self.open()
         except (psycopg.OperationalError, OSError):
             self._refused_at = time.monotonic()
@@ -185,7 +190,12 @@ class WorkerConnection:
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:
             return self._connection
-        session = await open_session(self._dsn, self._settings, purpose=self._purpose)
+        try:
+            session = await open_session(self._dsn, self._settings, purpose=self._purpose)
+        except (psycopg.OperationalError, OSError):
+            for other in self._less_needed:
+                other._give_up()
+            raise
         connection = session.connection
         self._pooled = session.is_pooled
         self._trips = Pipeline(connection, prepares=not self._pooled)
@@ -199,10 +209,29 @@ class WorkerConnection:
         """Whether there is an open connection, as far as is known."""
         return self._connection is not None and not self._connection.closed
 
+    async def reopen_from_anywhere(self) -> None:
+        """Open the connection again if it was lost, on the event loop that opened it."""
+        if self._loop is None or self.is_open:
+            return
+        if self._loop is asyncio.get_running_loop():
+            await self.open()
+        else:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.open(), self._loop))
+
     async def open(self) -> None:
         """Open the connection before it is needed, if there is none."""
         async with self._turn:
             await self._open()
+
+    def _give_up(self) -> None:
+        """Close the connection after its statement. Any thread may call it."""
+
+        async def close() -> None:
+            async with self._turn:
+                await self.close()
+
+        if self.is_open and self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(close(), self._loop)
 
     async def _replace(self) -> None:
         if not self._pooled and self._stranded_pid is None:

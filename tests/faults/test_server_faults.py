@@ -936,3 +936,22 @@ def test_a_worker_without_a_connection_for_its_lease_keeper_keeps_its_leases(
         assert row_of(db, held).attempt_count == 1
         assert fleet.deliveries() == {asking: 1, held: 1}
         assert "lease_keeper_failed" not in fleet.log
+
+
+def test_a_worker_whose_claim_connection_is_refused_gives_up_another_one_for_it(
+    own_server: OwnServer, app_dsn: str, tmp_path: Path
+) -> None:
+    """Its leases were renewed for ever, and it could neither end their messages nor claim others."""
+    with own_server.connect() as db, fleet_on(app_dsn, tmp_path) as fleet:
+        held = enqueue(db, "fault.gated")
+        worker = fleet.start(lease_seconds="1")
+        kept = "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox lease'"
+        fleet.until(lambda: held in fleet.deliveries() and db.execute(kept).fetchone(), "the lease is kept")
+        db.execute("ALTER ROLE app CONNECTION LIMIT 2")  # The listener and the session of the leases stay.
+        db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name ~ '^pgoutbox claim'")
+        fleet.until(lambda: own_server.errors_of("[unknown]")["53300"] > 0, "a connection that is refused")
+        fleet.gate.touch()
+        fleet.until(lambda: state_of(db, held) == "sent", "the message is sent")
+        worker.terminate()
+        assert worker.wait() == 0
+        assert fleet.deliveries() == {held: 1}
