@@ -21,7 +21,7 @@ _NOISE: Final[Mapping[str, float]] = {
     "bytes to the server": 8_000,
     "dead rows": 20,
     "index entries": 20,
-    "notifications": 2,
+    "notifications": 20,
     "pages read": 1_500,
     "round trips": 10,
     "statements": 10,
