@@ -212,7 +212,7 @@ def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[i
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 # A hanging test fails after this time. No test depends on speed.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 90.0
 
 
 def settings_for(dsn: str, **overrides: object) -> Settings:
