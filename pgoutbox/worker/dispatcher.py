@@ -186,13 +186,16 @@ async def in_thread(threads: AttemptThreads, function: Callable[..., object], *a
             raise
         if thread.exception() is None and not isinstance(thread.result(), Outcome | None):
             raise
-    # An exception is not raised into the task: a `GeneratorExit` would close every coroutine up to the slot.
+    # The await above never raises it: a `GeneratorExit` raised into a task closes every coroutine up to the slot.
     error = thread.exception()
-    if isinstance(error, StopIteration):
-        raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
-    if error is not None:
-        raise error
-    return thread.result()
+    try:
+        if isinstance(error, StopIteration):
+            raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
+        if error is not None:
+            raise error
+        return thread.result()
+    finally:
+        del error, thread  # The traceback has this frame.
 
 
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:

@@ -66,6 +66,7 @@ class _Work(Future[R]):
             result = self._call() if self._may_begin() else _too_late()
         except BaseException as error:  # noqa: BLE001 - raised again by the future
             self.set_exception(error)
+            del self  # Its traceback has this frame, and with it what the call has left open.
         else:
             self.set_result(result)
 
@@ -85,8 +86,8 @@ class AttemptThreads(ThreadPoolExecutor):
         super().__init__(max_workers, thread_name_prefix="pgoutbox-handler")
         self._inner = inner
         self._begin_thread = super().submit if inner is None else inner.submit
-        # No lock: threads that wait for one change turns for each message. What is put here is seen by the thread that
-        # resets the mark afterwards. A second thread may see it too, and then finds nothing.
+        # No lock: threads that wait for a lock take turns for each message. Work is put here before the mark is read,
+        # and a thread resets the mark before it looks for work. So no work is overlooked.
         self._waiting: deque[_Work[Any]] = deque()
         self._is_beginning = False  # A thread will begin, and look for work.
         self._returned: deque[asyncio.Future[None]] = deque()
@@ -103,7 +104,7 @@ class AttemptThreads(ThreadPoolExecutor):
         if not self._is_beginning:
             try:
                 self._begin()
-            except RuntimeError:  # Shut down.
+            except BaseException:  # Shut down, or the process can have no more threads.
                 work.cancel()
                 raise
         owner.watch_thread(work)
@@ -112,10 +113,16 @@ class AttemptThreads(ThreadPoolExecutor):
     def _begin(self) -> None:
         self._is_beginning = True
         try:
-            self._begin_thread(self._serve)
-        except RuntimeError:
+            beginning = self._begin_thread(self._serve)
+        except BaseException:
             self._is_beginning = False
             raise
+        beginning.add_done_callback(self._note_end)
+
+    def _note_end(self, thread: Future[None]) -> None:
+        if thread.cancelled():  # By a shutdown, maybe of the application's own executor.
+            self._is_beginning = False
+            self._cancel_waiting()
 
     def _serve(self) -> None:
         self._is_beginning = False
@@ -133,7 +140,7 @@ class AttemptThreads(ThreadPoolExecutor):
     def _next(self) -> _Work[Any] | None:
         work = self._next_waiting()
         if self._waiting and not self._is_beginning:
-            with suppress(RuntimeError):  # Shut down: this thread does the rest.
+            with suppress(Exception):  # As in `submit`. This thread does the rest.
                 self._begin()
         return work
 
@@ -162,16 +169,11 @@ class AttemptThreads(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the base class has it
         """Shut the threads down, including those of `inner`."""
-        if cancel_futures:
-            self._cancel_waiting()
         super().shutdown(wait, cancel_futures=cancel_futures)
         if self._inner is not None:
             self._inner.shutdown(wait, cancel_futures=cancel_futures)
-        if cancel_futures:
-            self._cancel_waiting()  # Submitted meanwhile.
 
     def _cancel_waiting(self) -> None:
-        self._is_beginning = False
         while work := self._next_waiting():
             work.cancel()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from concurrent.futures import Future
+import weakref
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import pytest
 from pydantic import BaseModel
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pgoutbox.handlers import OnUnknown
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Greeting(BaseModel):
@@ -255,19 +260,98 @@ def test_a_delay_is_kept_within_its_bounds(asked: float, granted: float) -> None
     assert bounded_delay(asked) == granted
 
 
+class Held:
+    """Work that runs until the test ends it."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.began.set()
+        assert self.may_end.wait(PROCESS_PATIENCE_SECONDS)
+
+
 def test_work_that_waits_for_a_thread_is_cancelled_with_the_threads() -> None:
-    began, may_end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        began.set()
-        may_end.wait(PROCESS_PATIENCE_SECONDS)
-
-    threads = AttemptThreads(1)
-    running, waiting = threads.submit(hold), threads.submit(hold)
-    assert began.wait(PROCESS_PATIENCE_SECONDS)
+    held, threads = Held(), AttemptThreads(1)
+    running, waiting = threads.submit(held), threads.submit(held)
+    assert held.began.wait(PROCESS_PATIENCE_SECONDS)
     threads.shutdown(wait=False, cancel_futures=True)
-    may_end.set()
+    held.may_end.set()
     running.result(PROCESS_PATIENCE_SECONDS)
     assert waiting.cancelled()
     with pytest.raises(RuntimeError, match="after shutdown"):
-        threads.submit(hold)
+        threads.submit(held)
+
+
+def test_others_who_use_the_threads_of_an_application_come_between_works() -> None:
+    order: list[str] = []
+
+    def work(number: int) -> None:
+        order.append("work")
+        if number:
+            threads.submit(work, number - 1)
+        else:
+            ended.set()
+
+    held, ended = Held(), threading.Event()
+    with ThreadPoolExecutor(1) as inner:
+        threads = AttemptThreads(inner=inner)
+        threads.submit(held)
+        assert held.began.wait(PROCESS_PATIENCE_SECONDS)
+        threads.submit(work, 10)
+        inner.submit(order.append, "other")
+        held.may_end.set()
+        assert ended.wait(PROCESS_PATIENCE_SECONDS)
+    assert "other" in order[:3]
+
+
+def test_work_does_not_wait_for_an_executor_that_its_application_has_shut_down() -> None:
+    held, inner = Held(), ThreadPoolExecutor(1)
+    threads = AttemptThreads(inner=inner)
+    inner.submit(held)
+    assert held.began.wait(PROCESS_PATIENCE_SECONDS)
+    waiting = threads.submit(held)
+    inner.shutdown(wait=False, cancel_futures=True)
+    held.may_end.set()
+    with pytest.raises(CancelledError):
+        waiting.result(PROCESS_PATIENCE_SECONDS)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        threads.submit(held)
+
+
+def test_work_that_no_thread_could_begin_does_not_hold_up_later_work() -> None:
+    class Unready(ThreadPoolExecutor):
+        is_ready = False
+
+        def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+            if not self.is_ready:
+                raise OSError("not ready")
+            return super().submit(fn, *args, **kwargs)
+
+    with Unready(1) as inner:
+        threads = AttemptThreads(inner=inner)
+        with pytest.raises(OSError, match="not ready"):
+            threads.submit(int)
+        inner.is_ready = True
+        assert threads.submit(int, "7").result(PROCESS_PATIENCE_SECONDS) == 7
+
+
+async def test_what_a_failed_handler_has_left_open_ends_with_its_attempt(dispatcher: Dispatcher) -> None:
+    """The garbage collector may come minutes later, and a connection of the handler would stay open."""
+
+    class Connection: ...
+
+    opened: list[weakref.ref[Connection]] = []
+
+    def greet(message: Message, ctx: SyncContext) -> None:
+        connection = Connection()
+        opened.append(weakref.ref(connection))
+        raise ValueError("wrong")
+
+    gc.disable()
+    try:
+        assert isinstance(await outcome_of(dispatcher, handler_of(greet), message_of()), Transient)
+        (connection,) = opened
+        assert connection() is None
+    finally:
+        gc.enable()
