@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, LiteralString
+from typing import Final, LiteralString, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -26,6 +26,8 @@ from pgoutbox.database.server import is_tls_refusal
 from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.settings import Settings
 from pgoutbox.text import one_line
+
+T = TypeVar("T")
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 _POOLER_TRIALS: Final = 3
@@ -142,11 +144,12 @@ class WorkerConnection:
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
         """Run `fetch` on any event loop: the connection stays on the loop that opened it."""
+        return await self._on_own_loop(self.fetch(statement, parameters, first=first))
+
+    async def _on_own_loop(self, call: Coroutine[object, object, T]) -> T:
         if self._loop is None or self._loop is asyncio.get_running_loop():
-            return await self.fetch(statement, parameters, first=first)
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters, first=first), self._loop)
-        )
+            return await call
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     async def _end_stranded(self, pid: int) -> None:
         """End the abandoned session, unless its COMMIT waits for a standby."""
@@ -211,12 +214,8 @@ class WorkerConnection:
 
     async def reopen_from_anywhere(self) -> None:
         """Open the connection again if it was lost, on the event loop that opened it."""
-        if self._loop is None or self.is_open:
-            return
-        if self._loop is asyncio.get_running_loop():
-            await self.open()
-        else:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.open(), self._loop))
+        if self._loop is not None and not self.is_open:
+            await self._on_own_loop(self.open())
 
     async def open(self) -> None:
         """Open the connection before it is needed, if there is none."""

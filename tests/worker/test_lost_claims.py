@@ -141,3 +141,17 @@ async def test_an_abandoned_session_is_ended_even_if_the_next_connection_breaks_
     assert await link.fetch("SELECT 1", {}) == [(1,)]
     assert db.execute(asleep_there).rowcount == 0
     await link.close()
+
+
+async def test_a_lost_claim_connection_is_opened_again_before_another_one(dsn: str) -> None:
+    """With one free session, the other one would get it, and the worker could neither end messages nor claim."""
+    claims = WorkerConnection(dsn, settings_for(dsn), purpose="claim")
+    other = WorkerConnection(dsn, settings_for(dsn), purpose="other", spare=claims)
+    await claims.fetch("SELECT 1", {})
+    break_connection(claims)
+    with pytest.raises(psycopg.OperationalError):
+        await claims.fetch("SELECT 1", {})
+    assert await other.fetch("SELECT 2", {}) == [(2,)]
+    assert (claims.is_open, other.is_open) == (True, True)
+    await claims.close()
+    await other.close()
