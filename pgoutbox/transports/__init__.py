@@ -112,7 +112,6 @@ class Transport(Protocol):
         ...
 
 
-@runtime_checkable
 class NamesBreaker(Protocol):
     """A transport with its own keys of circuit breakers. Optional."""
 
@@ -125,7 +124,6 @@ class NamesBreaker(Protocol):
         ...
 
 
-@runtime_checkable
 class NamesParts(Protocol):
     """A transport of which a part can fail while the rest works. Optional."""
 
@@ -138,7 +136,6 @@ class NamesParts(Protocol):
         ...
 
 
-@runtime_checkable
 class FollowsRedirect(Protocol):
     """A transport that hands over to testers while a redirect is on. Optional.
 
