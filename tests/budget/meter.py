@@ -24,6 +24,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
+from benchmarks.processes import child
 from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from pgoutbox.operations import Operator, Rate
@@ -58,8 +59,9 @@ class Kind:
     """A kind of work: its backlog, the sizes at which it is counted, and the settings of its worker.
 
     Without settings there is no worker, and the cost is that of `fill`. If it is paced, a worker runs, and each message
-    is enqueued when the one before it is sent. Unless they are kept, messages are deleted as they are sent. A count may
-    exceed its budget by the `share`: it is larger where the moments decide how many messages a claim finds.
+    is enqueued when the one before it is sent. A `receiver` is a server that accepts everything. Unless they are kept,
+    messages are deleted as they are sent. A count may exceed its budget by the `share`: it is larger where the moments
+    decide how many messages a claim finds.
     """
 
     fill: Fill
@@ -67,6 +69,7 @@ class Kind:
     settings: Mapping[str, str] | None = None
     is_paced: bool = False
     is_kept: bool = True
+    receiver: str | None = None
     share: float = 1.03
 
 
@@ -123,6 +126,18 @@ def _produced(**keys: str) -> Fill:
 
 
 _FEW_SLOTS = {"concurrency": "4", "batch_size": "4"}
+_WEBHOOK = {
+    "webhook_ports": "{port}",
+    "webhook_allow_http": "true",
+    "webhook_allowed_networks": "127.0.0.0/8",
+    "webhook_secrets": "whsec_YnVkZ2V0YnVkZ2V0YnVkZ2V0YnVkZ2V0",
+}
+_SMTP = {
+    "smtp_host": "127.0.0.1",
+    "smtp_port": "{port}",
+    "smtp_security": "none",
+    "smtp_sender": "club@example.org",
+}
 KINDS: Final[Mapping[str, Kind]] = {
     "drain": Kind(_filled(), (1000, 8000), {}),
     "drain, coalesce keys": Kind(_filled(coalesce_key="k"), (1000, 8000), {}),
@@ -133,6 +148,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     "slow handlers, 4 slots": Kind(_filled("budget.slow"), (300, 1200), {"concurrency": "4"}, share=2.5),
     "synchronous handlers": Kind(_filled("budget.sync"), (1000, 8000), {}, share=1.3),
     "contents": Kind(_filled("budget.content"), (500, 4000), {}, share=1.1),
+    "webhooks": Kind(_filled("budget.webhook"), (200, 1600), _WEBHOOK, receiver="http", share=1.2),
+    "e-mails": Kind(
+        _filled("budget.email", destination="mailto:ann@host"), (200, 1600), _SMTP, receiver="smtp", share=1.2
+    ),
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
     "transactional handlers": Kind(partial(_with_sessions, slots=50), (200, 1600), {}, share=1.1),
     "transactional handlers, 4 slots": Kind(partial(_with_sessions, slots=4), (200, 1600), _FEW_SLOTS, share=1.1),
@@ -172,7 +191,8 @@ class Meter:
             with (
                 relay_to(self.server.socket_directory, self.directory) as relay,
                 self._measured(name) as counts,
-                self._worker(name, kind) as worker,
+                _receiver(kind.receiver) as port,
+                self._worker(name, kind, port) as worker,
             ):
                 if kind.is_paced:
                     self._pace(name, kind, count)
@@ -191,14 +211,15 @@ class Meter:
         return self.directory / "log"
 
     @contextlib.contextmanager
-    def _worker(self, name: str, kind: Kind) -> Iterator[Fork]:
+    def _worker(self, name: str, kind: Kind, port: str) -> Iterator[Fork]:
         told = {
-            **(kind.settings or {}),
+            **{setting: value.format(port=port) for setting, value in (kind.settings or {}).items()},
             "dsn": f"host={self.directory} user=postgres dbname={name}",
             "maintenance_interval_seconds": "0",
         }
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PGOUTBOX_")}
-        environment = {**inherited, **{f"PGOUTBOX_{key.upper()}": value for key, value in told.items()}}
+        told_names = {f"PGOUTBOX_{key.upper()}": value for key, value in told.items()}
+        environment = inherited | told_names | {"BUDGET_PORT": port}
         command = ["-m", "cProfile", "-o", str(self.directory / "profile"), *worker_command(_APP)]
         if not kind.is_paced:
             command.append("--drain")
@@ -275,6 +296,16 @@ class Meter:
             text=True,
         )
         return sum("INSERT_LEAF" in line for line in answer.stdout.splitlines())
+
+
+@contextlib.contextmanager
+def _receiver(kind: str | None) -> Iterator[str]:
+    """Return the port of a server of this kind that accepts everything."""
+    if kind is None:
+        yield ""
+        return
+    with child("sinks", kind, dsn="") as sink:
+        yield str(sink.read()["port"])
 
 
 def _packaged() -> str:
