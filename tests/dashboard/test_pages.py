@@ -2697,6 +2697,7 @@ def test_a_paused_queue_is_resumed_from_the_list_and_others_are_changed_on_their
     site: Site, db: psycopg.Connection
 ) -> None:
     put(db, queue="bulk")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h'")
     Operator(db).pause("mail")
     listed = get(site.ada, "/queues")
     assert "/queues?queue=bulk#change" in listed.values("a", "href")
@@ -2704,6 +2705,7 @@ def test_a_paused_queue_is_resumed_from_the_list_and_others_are_changed_on_their
     page = get(site.ada, "/queues?queue=bulk")
     assert "change" in page.values("section", "id")
     assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
+    assert "no worker is running" in page.words
     assert "/queues?queue=bulk" not in page.values("a", "href"), "a link to the page itself has no effect"
     viewed = get(site.vera, "/queues")
     assert "/queues?queue=bulk#change" not in viewed.values("a", "href")
@@ -2793,7 +2795,12 @@ def test_pages_are_small_beside_workers_and_acts_with_thousands_of_names(site: S
         " SELECT gen_random_uuid(), 500, 'ada', 'redrive', i.ids, jsonb_build_object('reason', repeat('because ', 900))"
         " FROM generate_series(1, 60), (SELECT array_agg(i) AS ids FROM generate_series(1, 500) AS i) AS i"
     )
-    for path in ("/", "/workers", "/audit"):
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " SELECT 'https:' || n || '.tenant.example.org:443', now(), 60, 'w', repeat('refused ', 20)"
+        " FROM generate_series(1, 300) AS n"
+    )
+    for path in ("/", "/workers", "/audit", "/breakers"):
         assert len(site.ada.get(path).content) < 100 * 1024, path
     page = get(site.ada, "/workers")
     assert "tenant-20 and 4,980 more" in page.words

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pgoutbox.dashboard import history, reads
 from pgoutbox.dashboard.history import percentiles
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter
-from tests.support.messages import CLAIM_ALL
+from pgoutbox.operations import MessageFilter, Operator
+from pgoutbox.text import Count
+from tests.support.messages import CLAIM_ALL, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +47,13 @@ FROM generate_series(1, 6000) AS i,
 """
 
 
+def prepare(connection: psycopg.Connection) -> None:
+    """Give the transaction the settings of a page."""
+    with operator_connection.limiting(30):
+        operator_connection.prepare(connection)
+    connection.execute(sql.PREPARE_PAGE)
+
+
 @pytest.fixture(params=["with statistics", "without statistics"])
 def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psycopg.Connection:
     """Create thousands of messages, in a transaction under a page's settings in which parallel workers cost nothing."""
@@ -56,12 +66,10 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
     )
     if request.param == "with statistics":
         rolled_back.execute("ANALYZE pgoutbox.message, pgoutbox.claim")
-    with operator_connection.limiting(30):
-        operator_connection.prepare(rolled_back)
+    prepare(rolled_back)
     rolled_back.execute("SET LOCAL parallel_setup_cost = 0")
     rolled_back.execute("SET LOCAL parallel_tuple_cost = 0")
     rolled_back.execute("SET LOCAL min_parallel_table_scan_size = 0")
-    rolled_back.execute(sql.PREPARE_PAGE)
     return rolled_back
 
 
@@ -76,10 +84,18 @@ NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 def steps_of(connection: psycopg.Connection, name: str, parameters: dict[str, object]) -> dict[str, Any]:
     """Return the plan of an executed statement."""
-    statement = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {getattr(sql, name)}"
-    ((plans,),) = connection.execute(statement.encode(), parameters)
+    return plan_of(connection, getattr(sql, name), parameters)
+
+
+def plan_of(connection: psycopg.Connection, statement: str, parameters: dict[str, object]) -> dict[str, Any]:
+    explained = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON, TIMING OFF) {statement}"
+    ((plans,),) = connection.execute(explained.encode(), parameters)
     plan: dict[str, Any] = plans[0]["Plan"]
     return plan
+
+
+def pages_read(plan: dict[str, Any]) -> int:
+    return int(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"])
 
 
 def most_read(plan: dict[str, Any]) -> int:
@@ -144,13 +160,10 @@ def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycop
         "FROM generate_series(1, 10000) AS n"
     )
     db.execute("VACUUM ANALYZE pgoutbox.message_live")
-    with db.transaction(), operator_connection.limiting(30):
-        operator_connection.prepare(db)
-        db.execute(sql.PREPARE_PAGE)
-        statement = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON, TIMING OFF) {sql.RANK_QUEUES}"
-        parameters = {"prefix": "", "queues": 1000, "limit": 5}
-        (((plan,),),) = db.execute(statement.encode(), parameters).fetchall()
-    assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 50 * 40
+    with db.transaction():
+        prepare(db)
+        plan = steps_of(db, "RANK_QUEUES", {"prefix": "", "queues": 1000, "limit": 5})
+    assert pages_read(plan) < 50 * 40
 
 
 @pytest.fixture
@@ -167,9 +180,7 @@ def tenants(rolled_back: psycopg.Connection) -> psycopg.Connection:
         " FROM generate_series(1, 100) AS n"
     )
     rolled_back.execute("ANALYZE pgoutbox.message_live, pgoutbox.breaker")
-    with operator_connection.limiting(30):
-        operator_connection.prepare(rolled_back)
-    rolled_back.execute(sql.PREPARE_PAGE)
+    prepare(rolled_back)
     return rolled_back
 
 
@@ -216,14 +227,40 @@ def test_only_the_newest_failures_are_read_under_a_generic_plan(db: psycopg.Conn
         " SELECT 'mail', '{}', 'failed', 1, now() - n * interval '1 min', 'error' FROM generate_series(1, 20000) AS n"
     )
     db.execute("VACUUM ANALYZE pgoutbox.message_failed")
-    with db.transaction(), operator_connection.limiting(30):
-        operator_connection.prepare(db)
-        db.execute(sql.PREPARE_PAGE)
+    with db.transaction():
+        prepare(db)
         db.execute("SET LOCAL plan_cache_mode = force_generic_plan")
-        statement = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT FROM pgoutbox.failures(newest => 10)"
         db.execute("SELECT FROM pgoutbox.failures(newest => 1)")  # Fills the caches of the catalog.
-        (((plan,),),) = db.execute(statement).fetchall()
-    assert plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"] < 60
+        plan = plan_of(db, "SELECT FROM pgoutbox.failures(newest => 10)", {})
+    assert pages_read(plan) < 60
+
+
+def test_slots_that_take_too_long_together_are_counted_one_by_one(
+    db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_STEP_SECONDS", 0.5)
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", 0)
+    seconds = "CASE WHEN %(to)s::timestamptz - %(from)s::timestamptz > interval '1 min' THEN 600 ELSE 0 END"
+    monkeypatch.setattr(sql, "SENT_BY_TIME", f"SELECT %(from)s::timestamptz, 1, 1 FROM pg_sleep({seconds})")
+    with db.transaction():
+        prepare(db)
+        found = history.History().sent(db, datetime.now(UTC), history.RANGES["1h"])
+    assert [dict(counts) for counts in found.values()] == [{1: 1}]
+
+
+def test_only_messages_that_have_failed_an_attempt_count_as_retrying(db: psycopg.Connection) -> None:
+    put(db)
+    again, snoozed = put(db), put(db)
+    db.execute("UPDATE pgoutbox.message SET lane = 1, attempt_count = 1 WHERE id = ANY (%s)", [[again, snoozed]])
+    db.execute("UPDATE pgoutbox.message SET max_attempts = max_attempts + 1 WHERE id = %s", [snoozed])
+    assert reads.count_pending(db, "again", "now") == {"again": Count(1), "now": Count(3)}
+
+
+def test_the_cause_is_that_of_a_message_that_is_still_failed(db: psycopg.Connection) -> None:
+    failed = put(db, State.FAILED)
+    assert reads.cause_of(db, failed) is not None
+    Operator(db).redrive(failed)
+    assert reads.cause_of(db, failed) is None
 
 
 def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:

@@ -180,6 +180,12 @@ async def test_a_connection_closed_by_the_server_is_replaced(open_transport: Ope
     assert server.connection_count == 3
 
 
+async def turn(times: int) -> None:
+    """Let the event loop turn. The first turn closes the server's socket, and the client notices it in a later one."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("end", ["closed", "reset", "an answer that nobody asked for"])
 @pytest.mark.parametrize("moment", ["before the send", "at the gate", "at the gate, unnoticed"])
 async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end: str, moment: str) -> None:
@@ -189,8 +195,7 @@ async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end
                 server.close_idle(reset=end == "reset")
             else:
                 server.say_to_idle(answer(408))
-            for _ in range(turns):
-                await asyncio.sleep(0)  # A turn closes the server's socket. The client notices it in a later one.
+            await turn(turns)
 
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port)
@@ -208,8 +213,7 @@ async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end
 async def test_a_new_connection_that_ends_at_the_gate_was_not_used(open_transport: Open) -> None:
     async def until_closed() -> None:
         await server.was_left.wait()
-        for _ in range(9):
-            await asyncio.sleep(0)
+        await turn(9)
 
     async with webhook_server(Misbehaviour.REFUSE) as server, asyncio.timeout(PATIENCE_SECONDS):
         with gate(until_closed):
