@@ -126,7 +126,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
             [crew.worker(name, dsn_of(name)) for name in WORKERS],
             [crew.producer(driver, chance.randrange(1 << 30), server.dsn) for driver in DRIVERS],
             crew.host(),
-            crew.postbox(),
+            crew.postbox(chance.randrange(1 << 30)),
             ledger,
         )
         ships.host.keep_alive()

@@ -9,8 +9,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pgoutbox import Context, Failure, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
-from pgoutbox.transports.smtp import Email
+from pgoutbox import (
+    Context,
+    Email,
+    Failure,
+    Message,
+    Outbox,
+    Permanent,
+    RetryPolicy,
+    Snooze,
+    SyncContext,
+    Transient,
+    Webhook,
+)
 from tests.soak.host import NotedLineTransport
 from tests.soak.postbox import headers_of
 from tests.support.ledger import KEY, told_ledger
@@ -211,3 +222,9 @@ async def on_line(message: Message, ctx: Context) -> Line:
 async def on_mail(message: Message, ctx: Context) -> Email:
     """Leave the hand-over to the SMTP transport, whose one connection makes e-mails wait for their turn."""
     return Email(subject="planned", to="ada@example.org", text=TEXT, headers=headers_of(message))
+
+
+@outbox.handler("soak.webhook", retry=_RETRY)
+async def on_webhook(message: Message, ctx: Context) -> Webhook:
+    """Leave the hand-over to the webhook transport, whose connections stay open for the next one."""
+    return Webhook(body={"text": facts(message)["text"]}, headers=headers_of(message))

@@ -16,6 +16,7 @@ from typing import IO, Final
 
 from tests.soak.app import LONELY_QUEUE, STEADY_QUEUE
 from tests.soak.host import PORT_VARIABLE
+from tests.soak.postbox import WEBHOOK_PORT_VARIABLE
 from tests.soak.witness import MAX_COOLDOWN_SECONDS
 from tests.support import dialogues
 from tests.support.ledger import LEDGER_VARIABLE
@@ -102,6 +103,7 @@ class Crew:
         self._directory = directory
         self._port = free_port()
         self._mail_port = free_port()
+        self._webhook_port = free_port()
         self._environment = environment_with(
             lease_seconds=str(LEASE_SECONDS),
             poll_interval_seconds=str(POLL_SECONDS),
@@ -120,7 +122,15 @@ class Crew:
             smtp_sender="soak@example.org",
             smtp_ehlo_name="soak.example.org",
             smtp_connections="1",
-        ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(self._port)}
+            webhook_allow_http="true",
+            webhook_allowed_networks="127.0.0.0/8",
+            webhook_ports=str(self._webhook_port),
+            webhook_secrets="whsec_c29ha3NvYWtzb2Frc29ha3NvYWtzb2Fr",
+        ) | {
+            LEDGER_VARIABLE: str(directory / "ledger"),
+            PORT_VARIABLE: str(self._port),
+            WEBHOOK_PORT_VARIABLE: str(self._webhook_port),
+        }
 
     def worker(self, name: str, dsn: str) -> Process:
         """Return one of `WORKERS`."""
@@ -138,9 +148,10 @@ class Crew:
         """Return the destination that can die."""
         return self._process("host", _module("host", str(self._port)), "", {})
 
-    def postbox(self) -> Process:
-        """Return the slow SMTP server."""
-        return self._process("postbox", _module("postbox", str(self._mail_port)), "", {})
+    def postbox(self, seed: int) -> Process:
+        """Return the slow SMTP server, which also receives webhooks."""
+        ports = str(self._mail_port), str(self._webhook_port)
+        return self._process("postbox", _module("postbox", *ports, str(seed)), "", {})
 
     def _process(self, name: str, command: list[str], dsn: str, extra: Mapping[str, str]) -> Process:
         log = self._stack.enter_context((self._directory / f"{name}.log").open("ab"))

@@ -41,7 +41,7 @@ def fail_over(directory: Path, chance: random.Random) -> Balance:
             dsn = dsn_of_either(primary, heir)
             workers = [crew.worker(name, dsn) for name in WORKERS]
             producers = [crew.producer(driver, chance.randrange(1 << 30), dsn) for driver in DRIVERS]
-            every = [crew.host(), crew.postbox(), *workers, *producers]
+            every = [crew.host(), crew.postbox(chance.randrange(1 << 30)), *workers, *producers]
             keep_alive(every, chance.uniform(8.0, 12.0))
             lost = lose_commits(primary, heir, every, chance.sample(workers, chance.randrange(1, 4)), chance)
             keep_alive(every, 4 * LEASE_SECONDS)

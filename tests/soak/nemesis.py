@@ -467,6 +467,16 @@ class Nemesis:
             self._wait(self.chance.uniform(0.2, 2.0))
             Operator(connection).resume(queue)
 
+    def pause_topic(self) -> None:
+        """Pause a topic, ring for it all the same, and resume it."""
+        topic = self.chance.choice(["soak.batch", "soak.effect", "soak.halted", "soak.ordered", "soak.webhook"])
+        with self.fleet.connection() as connection:
+            # The pause ends by itself if the resume fails.
+            Operator(connection).pause_topic(topic, duration=timedelta(seconds=5))
+            connection.execute("SELECT pg_notify('pgoutbox', 'default')")
+            self._wait(self.chance.uniform(0.2, 2.0))
+            Operator(connection).resume_topic(topic)
+
     def change_limits(self) -> None:
         """Change a rate and an in-flight limit."""
         with self.fleet.connection() as connection:
@@ -555,6 +565,7 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.redrive, 2),
     (Nemesis.vacuum, 2),
     (Nemesis.pause_queue, 3),
+    (Nemesis.pause_topic, 3),
     (Nemesis.change_limits, 4),
     (Nemesis.kill_destination, 6),
     (Nemesis.prune, 3),
@@ -564,7 +575,7 @@ _KEEP_LEASES: Final = (
     Nemesis.hold_cancel, Nemesis.hold_cancel_in_flight, Nemesis.hold_erase, Nemesis.hold_limits,
     Nemesis.cancel_and_change_mind, Nemesis.enqueue_and_change_mind, Nemesis.cancel_then_write, Nemesis.cancel,
     Nemesis.cancel_owner,
-    Nemesis.change_limits, Nemesis.pause_queue, Nemesis.reschedule, Nemesis.kill_destination,
+    Nemesis.change_limits, Nemesis.pause_queue, Nemesis.pause_topic, Nemesis.reschedule, Nemesis.kill_destination,
 )  # fmt: skip
 """No lease of a living worker lapses during these faults."""
 

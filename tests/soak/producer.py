@@ -30,6 +30,7 @@ from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
 from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, OWNERS, STEADY_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
+from tests.soak.postbox import WEBHOOK_PORT_VARIABLE
 from tests.support.dialogues import HOST
 from tests.support.ledger import KEY, Ledger, told_ledger
 from tests.support.line_server import SCHEME
@@ -43,8 +44,8 @@ LEAVERS: Final = 20
 HOT_KEYS: Final = 4
 """Few keys, so that several producers enqueue for one key at once."""
 SPECIAL: Final = [
-    "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
-    "thread", "steady", "steady", "steady",
+    "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "webhook",
+    "webhook", "lonely", "thread", "thread", "steady", "steady", "steady",
 ]  # fmt: skip
 # Errors that a producer must expect under faults: it abandons the transaction and begins another one.
 FAILURES: Final = (
@@ -131,8 +132,8 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
-    """Draw a special message: ordered, limited, deleted as it is sent, for a destination that can die, for the
-    lonely worker, or for a thread that outlives its timeout."""
+    """Draw a special message: ordered, limited, deleted as it is sent, for a destination that can die, a webhook,
+    for the lonely worker, or for a thread that outlives its timeout."""
     seconds = chance.choice([0, 0, 0.01, 0.1])
     payload: dict[str, Any] = {KEY: key, "plan": plan(chance), "seconds": seconds, "text": TEXT}
     match chance.choice(SPECIAL):
@@ -156,9 +157,11 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
             )
         case "forgotten":
             return NewMessage("soak.forgotten", payload, max_attempts=10_000)
-        case "line":
-            destination = f"{SCHEME}://{HOST}:{os.environ[PORT_VARIABLE]}"
-            return NewMessage("soak.line", payload | {"plan": ["ok"]}, destination=destination, max_attempts=10_000)
+        case "line" | "webhook" as kind:
+            payload |= {"plan": ["ok"], "text": TEXT * chance.choice([1, 1, 100])}
+            scheme, port = (SCHEME, PORT_VARIABLE) if kind == "line" else ("http", WEBHOOK_PORT_VARIABLE)
+            destination = f"{scheme}://{HOST}:{os.environ[port]}"
+            return NewMessage(f"soak.{kind}", payload, destination=destination, max_attempts=10_000)
         case "lonely":
             topic = chance.choice(["soak.sync", "soak.async", "soak.batch"])
             payload["seconds"] = chance.choice([0.1, 0.5, 1.0])

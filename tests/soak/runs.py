@@ -23,7 +23,8 @@ REFUSED_HAND_OVERS: Final = 2
 """How often a message may be handed over by living processes while its finish is refused: one may be suspended."""
 
 # A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
-_MAY_REPEAT: Final = ("soak.effect", "soak.line", "soak.mail", "soak.errand")
+_IN_TRANSPORT: Final = ("soak.mail", "soak.webhook")
+_MAY_REPEAT: Final = ("soak.effect", "soak.line", *_IN_TRANSPORT, "soak.errand")
 _THREADED: Final = ("soak.thread", "soak.errand")
 
 REFUSALS: Final[LiteralString] = """
@@ -294,12 +295,12 @@ def _crowded(
 
 
 def _too_late(runs: Sequence[Run], account: _Account, connection: psycopg.Connection) -> Iterator[int]:
-    """Return e-mails that began after another worker had taken over their message."""
+    """Return e-mails and webhooks that began after another worker had taken over their message."""
     taken_over = {row[:2]: row[2:] for row in connection.execute(_TAKEN_OVER).fetchall()}
     for run in runs:
         message = account.messages[run.key]
         at, again_at = taken_over.get((message.id, run.attempt_count), (float("inf"), float("inf")))
-        if message.topic == "soak.mail" and at + TAKEN_OVER_SECONDS < run.began_at < again_at:
+        if message.topic in _IN_TRANSPORT and at + TAKEN_OVER_SECONDS < run.began_at < again_at:
             yield message.id
 
 

@@ -211,8 +211,8 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("begun beyond the rate of its queue", "UPDATE soak_bucket SET most = 1"),
     ("begun beyond the rate of its queue", "DELETE FROM soak_bucket WHERE xid = '13'"),
     ("begun beyond the number in flight of its queue", "UPDATE soak_flight SET in_flight = 3 WHERE message_id = 41"),
-    ("begun in a queue that was paused", "UPDATE soak_flight SET is_paused = true WHERE message_id = 33"),
-    ("begun in a queue that was paused", "INSERT INTO soak_trespass VALUES (4)"),
+    ("begun in a queue or topic that was paused", "UPDATE soak_flight SET is_paused = true WHERE message_id = 33"),
+    ("begun in a queue or topic that was paused", "INSERT INTO soak_trespass VALUES (4)"),
     (
         "an attempt used up while its breaker was open",
         "UPDATE soak_attempt SET outcome = 'retry', error = 'ConnectionRefusedError: no' WHERE message_id = 13",
@@ -410,7 +410,7 @@ def begin(connection: psycopg.Connection, message_id: int) -> None:
 
 
 def trespasses(connection: psycopg.Connection) -> list[int]:
-    return beyond_limits(flights(connection), connection)["begun in a queue that was paused"]
+    return beyond_limits(flights(connection), connection)["begun in a queue or topic that was paused"]
 
 
 @pytest.mark.parametrize(
@@ -419,10 +419,13 @@ def trespasses(connection: psycopg.Connection) -> list[int]:
         ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())", True),
         ("INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now())", False),
         ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())", False),
+        ("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('greet')", True),
+        ("INSERT INTO pgoutbox.topic_pause (topic, resume_at) VALUES ('greet', now())", False),
+        ("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('other')", False),
     ],
-    ids=["paused", "the pause is over", "another queue"],
+    ids=["paused", "the pause is over", "another queue", "topic paused", "its pause is over", "another topic"],
 )
-def test_the_witness_detects_attempts_that_begin_in_a_paused_queue(
+def test_the_witness_detects_attempts_that_begin_in_a_paused_queue_or_topic(
     run: tuple[Path, psycopg.Connection], pause: LiteralString, is_trespass: bool
 ) -> None:
     _, connection = run

@@ -158,7 +158,7 @@ JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
-    OR m.topic IN ('soak.errand', 'soak.mail')
+    OR m.topic IN ('soak.errand', 'soak.mail', 'soak.webhook')
 """
 # Expected exit codes: told to stop, before or after it could listen, or twice; and killed, also by a message's plan.
 _ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})

@@ -120,25 +120,32 @@ $function$;
 CREATE TRIGGER soak_ended BEFORE UPDATE ON pgoutbox.message FOR EACH ROW
     WHEN (NEW.attempts IS DISTINCT FROM OLD.attempts AND NEW.attempts IS NOT NULL) EXECUTE FUNCTION soak_ended();
 
--- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
+-- A claim may begin just before a pause and commit after it, unless its queue has limits. A trespass is an attempt that
 -- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.
 CREATE TABLE soak_trespass (message_id bigint NOT NULL);
-CREATE FUNCTION soak_is_paused(p_queue text) RETURNS boolean LANGUAGE plpgsql STABLE SECURITY DEFINER AS $function$
+CREATE FUNCTION soak_is_paused(p_queue text, p_topic text) RETURNS boolean
+LANGUAGE plpgsql STABLE SECURITY DEFINER AS $function$
 BEGIN
     RETURN EXISTS (
         SELECT FROM pgoutbox.queue AS q
         WHERE q.name = p_queue AND q.paused_at IS NOT NULL AND (q.resume_at > clock_timestamp()) IS NOT FALSE
+    ) OR EXISTS (
+        SELECT FROM pgoutbox.topic_pause AS p
+        WHERE p.topic = p_topic AND (p.resume_at > clock_timestamp()) IS NOT FALSE
     );
 END
 $function$;
 CREATE FUNCTION soak_trespass() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
-    INSERT INTO public.soak_trespass (message_id) SELECT NEW.id WHERE public.soak_is_paused(NEW.queue);
+    INSERT INTO public.soak_trespass (message_id) SELECT NEW.id WHERE public.soak_is_paused(NEW.queue, NEW.topic);
     RETURN NULL;
 END
 $function$;
 CREATE TRIGGER soak_trespass AFTER UPDATE ON pgoutbox.message FOR EACH ROW
-    WHEN (NEW.state = 'sending' AND NEW.attempt_count > OLD.attempt_count AND public.soak_is_paused(NEW.queue))
+    WHEN (
+        NEW.state = 'sending' AND NEW.attempt_count > OLD.attempt_count
+        AND public.soak_is_paused(NEW.queue, NEW.topic)
+    )
     EXECUTE FUNCTION soak_trespass();
 
 CREATE TABLE soak_bucket (
@@ -208,7 +215,7 @@ JOIN pgoutbox.message AS m ON m.id = a.message_id
 CROSS JOIN LATERAL (
     SELECT b.seq, b.key, b.what, b.until
     FROM soak_breaker AS b
-    WHERE b.at < a.started_at - interval '1 s'
+    WHERE b.key LIKE 'line:%%' AND b.at < a.started_at - interval '1 s'
     ORDER BY b.seq DESC
     LIMIT 1
 ) AS o
@@ -335,7 +342,7 @@ def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> di
     return {
         "begun beyond the rate of its queue": beyond,
         "begun beyond the number in flight of its queue": [line.message_id for line in begun(lines) if line.is_crowded],
-        "begun in a queue that was paused": [
+        "begun in a queue or topic that was paused": [
             *(line.message_id for line in begun(lines) if line.is_paused and line.queue in limited),
             *(message_id for (message_id,) in connection.execute("SELECT t.message_id FROM soak_trespass AS t")),
         ],
