@@ -12,6 +12,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import ClaimedRow
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.kernel.seams import End, Keys
@@ -45,7 +46,7 @@ class InFlight(dict[int, "Attempt"]):
         self.lost_at = -math.inf
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
-        self._sent_in_vain: dict[int, tuple[object, int]] = {}
+        self._sent_in_vain: dict[int, tuple[int, int]] = {}
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -98,7 +99,8 @@ class Attempt(Context):
     result is known, and `sent` that it is a hand-over.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
-    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
+    reads. `texts` are its payload and headers as the claim has read them. A hand-over after `expiring_at` is too late.
+    While `is_at_gate`, its handler has not begun.
     """
 
     __slots__ = (
@@ -121,6 +123,7 @@ class Attempt(Context):
         "overtaken",
         "sent",
         "sync_connection",
+        "texts",
         "used_count",
     )
 
@@ -147,6 +150,7 @@ class Attempt(Context):
         self.is_payload_large = False
         self.large_content_id: int | None = None
         self.sent = False
+        self.texts: tuple[str | None, str | None] = (None, None)
         self.expiring_at = math.inf
         self.in_flight = _ALONE
         self.is_at_gate = False
@@ -160,9 +164,9 @@ class Attempt(Context):
         return self.claim.claimed_at
 
     @property
-    def identity(self) -> tuple[datetime, int, str | None]:
-        """Three columns of the row. Retries keep them. A redrive, or another message with the same id, changes them."""
-        return self.message.created_at, self.message.max_attempts, self.message.destination
+    def identity(self) -> int:
+        """Tells its message from a corrected one, and from another one with the same id."""
+        return identity_of(self.message, self.texts)
 
     @property
     def token(self) -> FencingToken:
@@ -232,6 +236,16 @@ class Attempt(Context):
         self.claim = claim
         self.leased_at = leased_at
         self.overtaken = None
+
+
+def identity_of(message: Message[object] | ClaimedRow, texts: tuple[str | None, str | None]) -> int:
+    """Return a number that is the same for all attempts of a message. `texts` are its payload and headers.
+
+    A correction changes it. For a message whose claim leaves out its large payload, so do a redrive, a snooze and a
+    release. After a failover another message may have the same id, with another number.
+    """
+    payload, _ = texts
+    return hash((message.created_at, message.destination, texts, message.max_attempts if payload is None else None))
 
 
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.

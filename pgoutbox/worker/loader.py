@@ -22,7 +22,7 @@ from pgoutbox.kernel.seams import Keys
 from pgoutbox.message import Message, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work, identity_of
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
 from pgoutbox.worker.pool import AttemptPool
@@ -106,8 +106,8 @@ class Loader:
         attempt = self._in_flight.get(row.id)
         if attempt is None:
             return False
-        if attempt.identity != (row.created_at, row.max_attempts, row.destination):
-            # An operator has redriven it, or the server has lost it and has given its id to another message.
+        if attempt.identity != identity_of(row, (row.payload_json, row.headers_json)):
+            # An operator has corrected it, or the server has lost it and has given its id to another message.
             attempt.done = True
             attempt.overtaken = "lease lost"
             return False
@@ -151,6 +151,7 @@ class Loader:
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)
         if row.coalesce_key is not None or row.ordering_key is not None:
             attempt.keys = Keys(row.id, row.topic, row.queue, row.coalesce_key, row.ordering_key)
+        attempt.texts = row.payload_json, row.headers_json
         attempt.is_payload_large = row.payload_json is None
         if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id

@@ -375,9 +375,11 @@ def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
     gone = sum(line.what == "gone" and line.topic == "soak.forgotten" for line in lines)
     halted = sum(line.what == "failed" and line.halts for line in lines)
     opened = connection.execute("SELECT count(*) FROM soak_breaker WHERE what = 'opened'").fetchall()[0][0]
+    webhooks = "SELECT count(*) FROM pgoutbox.message WHERE topic = 'soak.webhook' AND state = 'sent'"
+    webhook_count = connection.execute(webhooks).fetchall()[0][0]
     revived = sum(line.what == "revived" for line in lines)
     return (
         f"{counts['ordered']} ordered attempts ({halted} halted their key), {counts['rated']} under a rate, "
-        f"{counts['crowded']} under a number in flight, {gone} deleted as they were sent, {opened} breakers opened, "
-        f"{revived} leases renewed after their end"
+        f"{counts['crowded']} under a number in flight, {webhook_count} webhooks, {gone} deleted as they were sent, "
+        f"{opened} breakers opened, {revived} leases renewed after their end"
     )
