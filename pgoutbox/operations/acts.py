@@ -1,8 +1,8 @@
 """What operators do to messages, as data.
 
-An act is the SQL function of its name, which locks the messages, changes them, records the act, and returns a row of
-`pgoutbox.act_result` for each; and an `Act`, from which `Operator`, the command line, the dashboard and Django's admin
-offer it. To add one, add the function, its right in `set_up_roles.sql`, its `Act`, and a method of `Operator`.
+An act is the SQL function of its name. It locks the messages, changes them, records the act, and returns a row of
+`pgoutbox.act_result` for each, so that operators may call it. From its `Act`, `Operator`, the command line, the
+dashboard and Django's admin offer it. To add one, add the function, its `Act`, and a method of `Operator`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ AS $function$
 DECLARE
     missing text[] := '{}';
     wanted text;
+    rights text;
+    objects text;
 BEGIN
     LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
     PERFORM pgoutbox._hand_over();
@@ -29,105 +31,71 @@ BEGIN
     REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM PUBLIC;
     REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;
 
-    IF to_regrole('pgoutbox_producer') IS NOT NULL THEN
-        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
-        GRANT EXECUTE ON FUNCTION
-            pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
-            pgoutbox.lock_for_enqueue,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.find, pgoutbox.edit,
-            -- For `pgoutbox enqueue` and `pgoutbox cancel`.
-            pgoutbox.schema_version, pgoutbox._is_known_topic, pgoutbox._cancel_each,
-            -- For direct sends.
-            pgoutbox._require_home, pgoutbox._read_redirect
-        TO pgoutbox_producer;
+    IF
+        to_regrole('pgoutbox_operator') IS NOT NULL
+        AND NOT has_schema_privilege('pgoutbox_operator', 'pgoutbox', 'USAGE')
+    THEN
+        -- An operator can read messages at a destination that it sets. If the owner revokes this, it stays revoked.
+        GRANT EXECUTE ON FUNCTION pgoutbox.correct, pgoutbox._enqueue_act TO pgoutbox_operator;
     END IF;
-
-    IF to_regrole('pgoutbox_worker') IS NOT NULL THEN
-        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_worker;
-        GRANT EXECUTE ON FUNCTION
-            pgoutbox.enqueue, pgoutbox._enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout, pgoutbox._state_of,
-            pgoutbox.lock_for_enqueue,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule, pgoutbox.find, pgoutbox.edit,
-            pgoutbox.read_payloads, pgoutbox._is_known_topic, pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here,
-            pgoutbox._read_redirect, pgoutbox._permits, pgoutbox.next_permit_at, pgoutbox._tokens_of, pgoutbox._bucket_of,
-            pgoutbox._in_flight_of, pgoutbox._hold_of, pgoutbox._forget_sent, pgoutbox._require_completion,
-            pgoutbox._complete, pgoutbox._reset_session,
-            pgoutbox._redacted_text, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
-            pgoutbox._with_attempt, pgoutbox._enqueue_failure,
-            pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule, pgoutbox._prune_keys,
-            pgoutbox._prune_content, pgoutbox._prune_audit, pgoutbox._forget_requests, pgoutbox._raise_id_floor,
-            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
-        TO pgoutbox_worker;
-        GRANT SELECT ON
-            pgoutbox.message, pgoutbox.message_live, pgoutbox.key_head, pgoutbox.content,
-            pgoutbox.cancel_request, pgoutbox.queue, pgoutbox.topic_pause, pgoutbox.breaker, pgoutbox.retention
-        TO pgoutbox_worker;
-        GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
-        GRANT SELECT (id, queue, ordering_key, halts_key) ON pgoutbox.message_failed TO pgoutbox_worker;
-        GRANT SELECT ON
-            pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.pulse_view, pgoutbox.redirect_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view,
-            pgoutbox.home_view, pgoutbox.topic_pause_view, pgoutbox.maintenance_run
-        TO pgoutbox_worker;
-        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker)
-        ON pgoutbox.maintenance_run TO pgoutbox_worker;
-        GRANT UPDATE (
-            state, attempt_count, max_attempts, available_at, lane, claimed_at, worker, key_in_flight, finished_at,
-            skip_reason, superseded_by, last_error, attempts
-        ) ON pgoutbox.message TO pgoutbox_worker;
-        GRANT UPDATE (lane) ON pgoutbox.message_live TO pgoutbox_worker; -- A row lock needs the right to update a column.
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.claim TO pgoutbox_worker;
-        GRANT UPDATE (tokens, tokens_at, begun_count) ON pgoutbox.queue TO pgoutbox_worker;
-        GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
-        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.worker TO pgoutbox_worker;
-    END IF;
-
-    IF to_regrole('pgoutbox_viewer') IS NOT NULL THEN
-        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
-        GRANT SELECT ON
-            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.topic_pause_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
-        TO pgoutbox_viewer;
-        GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
-            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
-            pgoutbox._tokens_of, pgoutbox._done_estimate, pgoutbox._hold_of
-        TO pgoutbox_viewer;
-    END IF;
-
-    IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
-        IF NOT has_schema_privilege('pgoutbox_operator', 'pgoutbox', 'USAGE') THEN
-            -- An operator can read messages at a destination that it sets. If the owner revokes this, it stays revoked.
-            GRANT EXECUTE ON FUNCTION pgoutbox.correct, pgoutbox._enqueue_act TO pgoutbox_operator;
+    FOR wanted, rights, objects IN
+        SELECT unnest(g.roles), g.rights, 'pgoutbox.' || regexp_replace(g.objects, ',[^a-z_]+', ', pgoutbox.', 'g')
+        FROM (
+            VALUES
+            ('{pgoutbox_producer, pgoutbox_worker}'::text[], 'EXECUTE ON FUNCTION',
+                'enqueue, _enqueue_receipt, enqueue_many, enqueue_fanout, lock_for_enqueue, find, edit, _read_redirect'),
+            ('{pgoutbox_producer, pgoutbox_worker, pgoutbox_operator}', 'EXECUTE ON FUNCTION',
+                '_state_of, cancel, cancel_by_key, cancel_all, reschedule, _is_known_topic'),
+            ('{pgoutbox_producer, pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'EXECUTE ON FUNCTION',
+                'schema_version, _require_home'),
+            ('{pgoutbox_producer, pgoutbox_operator}', 'EXECUTE ON FUNCTION', '_cancel_each'),
+            ('{pgoutbox_worker}', 'EXECUTE ON FUNCTION',
+                'read_payloads, _permits, next_permit_at, _in_flight_of, _forget_sent, _require_completion, _complete,
+                _reset_session, _with_attempt, _enqueue_failure'),
+            ('{pgoutbox_worker, pgoutbox_operator}', 'EXECUTE ON FUNCTION',
+                '_bucket_of, _prune_by_rule, _prune_dedupe_by_rule, _prune_keys, _prune_content, _prune_audit,
+                _forget_requests, _raise_id_floor, partitions, _kept_until, make_partition, _drop_partition'),
+            ('{pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'EXECUTE ON FUNCTION',
+                '_here, _tokens_of, _hold_of, _redacted_text, _cause_of, _error_group, failures'),
+            ('{pgoutbox_operator, pgoutbox_viewer}', 'EXECUTE ON FUNCTION', '_redacted_json, _done_estimate'),
+            ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION',
+                'announce_act, close_breaker, set_redirect, clear_redirect, pause_topic, resume_topic, adopt, erase, _erase,
+                _selected_messages, prune, _prune_dedupe, set_retention, unset_retention'),
+            -- The acts on messages.
+            ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION', (
+                SELECT string_agg(p.proname, ', ')
+                FROM pg_proc AS p
+                WHERE p.prorettype = 'pgoutbox.act_result'::regtype AND p.proname !~ '^_' AND p.proname <> 'correct'
+            )),
+            ('{pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON',
+                'message_view, queue_view, breaker_view, retention_view, pulse_view, redirect_view, blackout_view,
+                in_flight_view, worker_view, home_view, topic_pause_view'),
+            ('{pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'attempt_view, waiting_view'),
+            ('{pgoutbox_worker, pgoutbox_operator}', 'SELECT ON', 'queue, retention'),
+            ('{pgoutbox_operator}', 'SELECT ON', 'audit'),
+            ('{pgoutbox_operator}',
+                'INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),
+                UPDATE (paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight) ON', 'queue'),
+            ('{pgoutbox_worker}', 'SELECT ON',
+                'message, message_live, key_head, content, cancel_request, topic_pause, breaker, maintenance_run'),
+            ('{pgoutbox_worker}', 'SELECT ON SEQUENCE', 'message_id_seq'),
+            ('{pgoutbox_worker}', 'SELECT (id, queue, ordering_key, halts_key) ON', 'message_failed'),
+            ('{pgoutbox_worker}',
+                'INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, succeeded_at, worker) ON', 'maintenance_run'),
+            ('{pgoutbox_worker}',
+                'UPDATE (state, attempt_count, max_attempts, available_at, lane, claimed_at, worker, key_in_flight,
+                finished_at, skip_reason, superseded_by, last_error, attempts) ON', 'message'),
+            ('{pgoutbox_worker}', 'UPDATE (lane) ON', 'message_live'), -- A row lock needs the right to update a column.
+            ('{pgoutbox_worker}', 'UPDATE (tokens, tokens_at, begun_count) ON', 'queue'),
+            ('{pgoutbox_worker}', 'INSERT, UPDATE, DELETE ON', 'breaker'),
+            ('{pgoutbox_worker}', 'SELECT, INSERT, UPDATE, DELETE ON', 'claim, worker')
+        ) AS g (roles, rights, objects)
+    LOOP
+        IF to_regrole(wanted) IS NOT NULL THEN
+            EXECUTE format('GRANT USAGE ON SCHEMA pgoutbox TO %I', wanted);
+            EXECUTE format('GRANT %s %s TO %I', rights, objects, wanted);
         END IF;
-        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
-        GRANT SELECT ON
-            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view, pgoutbox.redirect_view,
-            pgoutbox.topic_pause_view, pgoutbox.blackout_view, pgoutbox.in_flight_view, pgoutbox.worker_view, pgoutbox.home_view
-        TO pgoutbox_operator;
-        GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox._require_home, pgoutbox._here, pgoutbox._redacted_text,
-            pgoutbox._redacted_json, pgoutbox._cause_of, pgoutbox._error_group, pgoutbox.failures,
-            pgoutbox._tokens_of, pgoutbox._bucket_of, pgoutbox._done_estimate, pgoutbox.announce_act,
-            pgoutbox._state_of, pgoutbox._is_known_topic, pgoutbox._hold_of,
-            pgoutbox.cancel, pgoutbox._cancel_each, pgoutbox.cancel_by_key, pgoutbox.cancel_all, pgoutbox.reschedule,
-            pgoutbox.dismiss, pgoutbox.redrive, pgoutbox.release, pgoutbox.resend, pgoutbox.snooze, pgoutbox.close_breaker,
-            pgoutbox.set_redirect, pgoutbox.clear_redirect, pgoutbox.pause_topic, pgoutbox.resume_topic, pgoutbox.adopt,
-            pgoutbox.erase, pgoutbox._erase, pgoutbox._selected_messages,
-            pgoutbox.prune, pgoutbox._prune_dedupe, pgoutbox._prune_by_rule, pgoutbox._prune_dedupe_by_rule,
-            pgoutbox._prune_keys, pgoutbox._prune_content, pgoutbox._prune_audit,
-            pgoutbox._forget_requests, pgoutbox._raise_id_floor, pgoutbox.set_retention, pgoutbox.unset_retention,
-            pgoutbox.partitions, pgoutbox._kept_until, pgoutbox.make_partition, pgoutbox._drop_partition
-        TO pgoutbox_operator;
-        GRANT
-            SELECT,
-            INSERT (name, paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight),
-            UPDATE (paused_at, resume_at, rate_seconds, rate_count, burst, max_in_flight)
-        ON pgoutbox.queue TO pgoutbox_operator;
-        GRANT SELECT ON pgoutbox.retention, pgoutbox.audit TO pgoutbox_operator;
-    END IF;
+    END LOOP;
     RETURN missing;
 END
 $function$;
