@@ -589,7 +589,7 @@ class Operator:
         """
         seconds = None if duration is None else duration.total_seconds()
         parameters = {"queue": queue, "seconds": seconds}
-        ((paused_at, resume_at, _),) = self._act(sql.PAUSE_QUEUE, parameters, _Act())
+        ((paused_at, resume_at),) = self._act(sql.PAUSE_QUEUE, parameters, _Act())
         return Pause(paused_at, resume_at)
 
     def resume(self, queue: str) -> bool:

@@ -1,4 +1,4 @@
--- Record a pause, its end, or new limits of a queue in the audit.
+-- Record a pause, its end, or new limits of a queue in the audit, and wake the workers that may claim more or earlier.
 CREATE FUNCTION pgoutbox._record_queue_act()
 RETURNS trigger
 LANGUAGE plpgsql
@@ -31,6 +31,10 @@ BEGIN
     END IF;
     IF limits <> '{}' THEN
         PERFORM pgoutbox._record_act('limit', queue => NEW.name, details => limits);
+    END IF;
+    IF NEW.paused_at IS NULL OR NEW.resume_at IS NOT NULL THEN
+        -- Idle workers may wait for a later permit, for the end of an earlier pause, or for none.
+        PERFORM pgoutbox._wake_all_workers(NEW.name);
     END IF;
     RETURN NULL;
 END

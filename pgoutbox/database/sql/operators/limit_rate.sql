@@ -1,14 +1,9 @@
 -- Limit the rate of a queue, or remove the limit with a null `count`. The trigger queue_ceiling sets the tokens: the bucket
 -- begins full, and when the rate changes it keeps its tokens, up to the new burst. Attempts that have begun still count.
-WITH limited AS (
-    INSERT INTO pgoutbox.queue AS q (name, rate_count, rate_seconds, burst)
-    VALUES (%(queue)s::text, %(count)s::integer, %(seconds)s::float8, %(burst)s::integer)
-    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
-    SET rate_count = excluded.rate_count,
-        rate_seconds = excluded.rate_seconds,
-        burst = excluded.burst
-    RETURNING q.name
-)
--- All idle workers are woken, because they may wait for a later permit, or for none.
-SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || l.name) END
-FROM limited AS l
+INSERT INTO pgoutbox.queue AS q (name, rate_count, rate_seconds, burst)
+VALUES (%(queue)s::text, %(count)s::integer, %(seconds)s::float8, %(burst)s::integer)
+ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+SET rate_count = excluded.rate_count,
+    rate_seconds = excluded.rate_seconds,
+    burst = excluded.burst
+RETURNING q.name
