@@ -49,6 +49,15 @@ class Count:
         return f"{kind}{self.messages:,} message{'' if self.messages == 1 else 's'}"
 
 
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> pluralize(1, "message"), pluralize(2, "message")
+    ('1 message', '2 messages')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def describe(error: BaseException) -> str:
     """Return the error's type and text, fit for the column `last_error`, even if its `__str__` fails."""
     try:

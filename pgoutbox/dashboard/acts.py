@@ -78,54 +78,54 @@ async def correct(request: Request) -> Response:
 @_form("/queues/{queue}/pause")
 async def pause(request: Request) -> Response:
     """Pause a queue, for some time or without end."""
-    queue = inputs.queue_of(request)
+    queue = inputs.name_of(request, "queue")
     duration = inputs.duration_of(await inputs.read_form(request))
     await _act(request, lambda operator: operator.pause(queue, duration=duration))
-    return _to_queues(request, queue, done="paused")
+    return _to(request, "queues", queue=queue, done="paused")
 
 
 @_form("/queues/{queue}/resume")
 async def resume(request: Request) -> Response:
     """Resume a queue."""
-    queue = inputs.queue_of(request)
+    queue = inputs.name_of(request, "queue")
     was_paused = await _act(request, lambda operator: operator.resume(queue))
-    return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
+    return _to(request, "queues", queue=queue, done="resumed" if was_paused else "not-paused")
 
 
 @_form("/topics/{topic}/pause")
 async def pause_topic(request: Request) -> Response:
     """Pause a topic in all queues, for some time or without end."""
-    topic = inputs.topic_of(request)
+    topic = inputs.name_of(request, "topic")
     duration = inputs.duration_of(await inputs.read_form(request))
     await _act(request, lambda operator: operator.pause_topic(topic, duration=duration))
-    return _to_topic(request, topic, done="topic-paused")
+    return _to(request, "topics", topic=topic, done="topic-paused")
 
 
 @_form("/topics/{topic}/resume")
 async def resume_topic(request: Request) -> Response:
     """Resume a topic."""
-    topic = inputs.topic_of(request)
+    topic = inputs.name_of(request, "topic")
     was_paused = await _act(request, lambda operator: operator.resume_topic(topic))
-    return _to_topic(request, topic, done="topic-resumed" if was_paused else "topic-not-paused")
+    return _to(request, "topics", topic=topic, done="topic-resumed" if was_paused else "topic-not-paused")
 
 
 @_form("/queues/{queue}/rate")
 async def limit_rate(request: Request) -> Response:
     """Limit how many attempts of a queue may begin in a period."""
-    queue = inputs.queue_of(request)
+    queue = inputs.name_of(request, "queue")
     rate, burst = inputs.rate_of(await inputs.read_form(request))
     await _act(request, lambda operator: operator.limit_rate(queue, rate, burst=burst))
-    return _to_queues(request, queue, done="limited")
+    return _to(request, "queues", queue=queue, done="limited")
 
 
 @_form("/queues/{queue}/in-flight")
 async def limit_in_flight(request: Request) -> Response:
     """Limit how many attempts of a queue may be in flight."""
-    queue = inputs.queue_of(request)
+    queue = inputs.name_of(request, "queue")
     form = await inputs.read_form(request)
     most = None if form.get("unlimited") else inputs.number_of(form, "in_flight", at_most=1_000_000)
     await _act(request, lambda operator: operator.limit_in_flight(queue, most))
-    return _to_queues(request, queue, done="limited")
+    return _to(request, "queues", queue=queue, done="limited")
 
 
 @_form("/redirect")
@@ -155,7 +155,7 @@ async def close_breaker(request: Request) -> Response:
     key = inputs.breaker_of(await inputs.read_form(request))
     closed = await _act(request, lambda operator: operator.close_breaker(key))
     done = "breaker-closed" if closed.was_open else "breaker-not-open"
-    return RedirectResponse(f"{link(request, 'breakers')}{query(done=done)}", status_code=303)
+    return _to(request, "breakers", done=done)
 
 
 @_form("/bulk")
@@ -192,12 +192,8 @@ async def _act_on_message(request: Request, do: Callable[[Operator, int], Messag
     return RedirectResponse(path + query(done=answer.result), status_code=303)
 
 
-def _to_queues(request: Request, queue: str, *, done: str) -> Response:
-    return RedirectResponse(f"{link(request, 'queues')}{query(queue=queue, done=done)}", status_code=303)
-
-
-def _to_topic(request: Request, topic: str, *, done: str) -> Response:
-    return RedirectResponse(f"{link(request, 'topics')}{query(topic=topic, done=done)}", status_code=303)
+def _to(request: Request, page: str, **parameters: str) -> Response:
+    return RedirectResponse(f"{link(request, page)}{query(**parameters)}", status_code=303)
 
 
 def _to_redirect(request: Request, *, done: str) -> Response:

@@ -1,24 +1,22 @@
-"""Parsing of query parameters and form fields. An error names the field."""
+"""Parsing of query parameters and form fields. An invalid one raises `ArgumentError`; the answer is 422."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
 
 from pgoutbox.dashboard.history import RANGES
 from pgoutbox.enqueue.payloads import from_json
-from pgoutbox.errors import ConfigurationError, MessageNotFoundError, PgOutboxError
+from pgoutbox.errors import ArgumentError, MessageNotFoundError
 from pgoutbox.message import State
 from pgoutbox.operations import Action, MessageFilter, Rate
 from pgoutbox.operations.acts import ACTS
-from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID
-from pgoutbox.text import NAME
-from pgoutbox.transports.redirect import check_target, check_topics
+from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name, if_given
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -43,14 +41,6 @@ _MAX_PAUSE: Final = timedelta(days=3_650)
 Given = ImmutableMultiDict[str, str]
 
 
-class InputError(PgOutboxError, ValueError):
-    """An invalid query parameter or form field; the answer is 422."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-
-
 async def read_form(request: Request) -> Given:
     """Return the fields of a form. They are read once, because the access check needs them too."""
     if _FORM not in request.scope:
@@ -70,29 +60,27 @@ def text_of(given: Given, name: str, *, at_most: int = _MAX_TEXT) -> str | None:
     if not value:
         return None
     if len(value) > at_most:
-        raise InputError(name, f"longer than {at_most} characters")
+        raise ArgumentError(name, f"longer than {at_most} characters")
     if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise InputError(name, "contains characters that PostgreSQL cannot store")
+        raise ArgumentError(name, "contains characters that PostgreSQL cannot store")
     return value
 
 
 def _needed(given: Given, name: str, advice: str, *, at_most: int = _MAX_TEXT) -> str:
     if (text := text_of(given, name, at_most=at_most)) is None:
-        raise InputError(name, advice)
+        raise ArgumentError(name, advice)
     return text
 
 
 def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_ID) -> int | None:
     """Return a whole number; None if empty."""
-    value = given.get(name, "").strip()
-    if not value:
-        return None
-    return _number(name, value, at_least=at_least, at_most=at_most)
+    value = text_of(given, name)
+    return None if value is None else _number(name, value, at_least=at_least, at_most=at_most)
 
 
 def _number(name: str, value: str, *, at_least: int, at_most: int) -> int:
     if re.fullmatch(r"[0-9]{1,19}", value) is None or not at_least <= int(value) <= at_most:
-        raise InputError(name, f"give a whole number from {at_least} to {at_most}")
+        raise ArgumentError(name, f"give a whole number from {at_least} to {at_most}")
     return int(value)
 
 
@@ -100,7 +88,7 @@ def choice_of(given: Given, name: str, choices: Collection[str]) -> str | None:
     """Return one of the choices; None if empty."""
     value = given.get(name, "").strip()
     if value and value not in choices:
-        raise InputError(name, f"give one of {', '.join(choices)}")
+        raise ArgumentError(name, f"give one of {', '.join(choices)}")
     return value or None
 
 
@@ -109,40 +97,28 @@ def limit_of(given: Given) -> int:
     return number_of(given, "limit", at_most=MAX_LIMIT) or _USUAL_LIMIT
 
 
-def before_of(given: Given) -> int | None:
-    """Return the id below which a page begins."""
-    return number_of(given, "before")
-
-
 def time_of(given: Given, name: str) -> datetime | None:
     """Return a time from `<input type="datetime-local">`, in UTC unless it has an offset."""
-    value = given.get(name, "").strip()
-    if not value:
+    if (value := text_of(given, name)) is None:
         return None
     try:
         moment = datetime.fromisoformat(value)
     except ValueError:
-        raise InputError(name, "give a time such as 2026-11-21T20:15, in UTC") from None
-    try:
-        moment = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC)
-    except OverflowError:
-        raise InputError(name, "give a time between the years 2000 and 9000") from None
+        raise ArgumentError(name, "give a time such as 2026-11-21T20:15, in UTC") from None
     if not 2000 <= moment.year < 9000:
-        raise InputError(name, "give a time between the years 2000 and 9000")
-    return moment
+        raise ArgumentError(name, "give a time between the years 2000 and 9000")
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC)
 
 
 def filter_of(given: Given) -> MessageFilter:
     """Return the message filter of a query string or a form."""
-    states = []
-    for value in given.getlist("state"):
-        if value and value not in set(State):
-            raise InputError("state", f"unknown; give one of {', '.join(State)}")
-        if value:
-            states.append(State(value))
+    try:
+        states = [State(value) for value in given.getlist("state") if value]
+    except ValueError:
+        raise ArgumentError("state", f"unknown; give one of {', '.join(State)}") from None
     group = given.get("group", "").strip()
     if group and re.fullmatch(r"[0-9a-f]{12}", group) is None:
-        raise InputError("group", "unknown")
+        raise ArgumentError("group", "unknown")
     return MessageFilter(
         states=tuple(dict.fromkeys(states)),
         topic=text_of(given, "topic"),
@@ -166,9 +142,9 @@ def _ids_of(given: Given) -> tuple[int, ...] | None:
         return None
     chosen = dict.fromkeys(value.strip() for value in given.getlist("ids") if value.strip())
     if not chosen:
-        raise InputError("ids", "select at least one message")
+        raise ArgumentError("ids", "select at least one message")
     if len(chosen) > MAX_LIMIT:
-        raise InputError("ids", f"select at most {MAX_LIMIT} messages")
+        raise ArgumentError("ids", f"select at most {MAX_LIMIT} messages")
     return tuple(_number("ids", value, at_least=1, at_most=MAX_ID) for value in chosen)
 
 
@@ -189,7 +165,7 @@ def act_of(given: Given) -> Act:
     """Return the act on the messages of a list."""
     acts = {act.name: act for act in ACTS.values() if act.in_lists}
     if (act := acts.get(cast("ActName", given.get("do")))) is None:
-        raise InputError("do", f"give {' or '.join(acts)}")
+        raise ArgumentError("do", f"give {' or '.join(acts)}")
     return act
 
 
@@ -204,7 +180,7 @@ def correction_of(form: Given) -> Correction:
             # A lone surrogate is refused like any other invalid text.
             correction[name] = from_json(value.encode("utf-8", "surrogatepass"), name)
     if not correction:
-        raise InputError("destination", "change at least one field")
+        raise ArgumentError("destination", "change at least one field")
     return cast("Correction", correction)
 
 
@@ -220,7 +196,7 @@ def changes_of(form: Given, act: Act, *, of_one: bool = False) -> ActArguments:
             case _:
                 value = text_of(form, argument.name)
         if value is None and (argument.required or (of_one and argument.name in form)):
-            raise InputError(argument.name, f"say {argument.hint}" if argument.kind == "text" else "must be given")
+            raise ArgumentError(argument.name, f"say {argument.hint}" if argument.kind == "text" else "must be given")
         changes[argument.name] = value
     return cast("ActArguments", changes)
 
@@ -233,39 +209,19 @@ def message_id_of(request: Request) -> int:
     return int(value)
 
 
-def is_queue_name(value: str) -> bool:
-    """Return whether this is a valid queue name."""
-    return NAME.fullmatch(value) is not None
-
-
-def queue_of(request: Request) -> str:
-    """Return the queue in the path."""
-    return _queue(request.path_params["queue"])
-
-
-def topic_of(request: Request) -> str:
-    """Return the topic in the path."""
-    topic: str = request.path_params["topic"]
-    if not NAME.fullmatch(topic):
-        raise InputError("topic", "must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
-    return topic
+def name_of(request: Request, kind: Literal["queue", "topic"]) -> str:
+    """Return the name of the queue or the topic in the path."""
+    return check_name(kind, request.path_params[kind])
 
 
 def asked_queue_of(given: Given) -> str | None:
     """Return the queue of the query string; None if empty."""
-    value = given.get("queue", "").strip()
-    return _queue(value) if value else None
+    return if_given(check_name, "queue", given.get("queue", "").strip() or None)
 
 
 def range_of(given: Given) -> Range:
     """Return the range of a chart."""
     return RANGES[choice_of(given, "range", RANGES) or next(iter(RANGES))]
-
-
-def _queue(value: str) -> str:
-    if not is_queue_name(value):
-        raise InputError("queue", "give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
-    return value
 
 
 def duration_of(form: Given) -> timedelta | None:
@@ -276,35 +232,18 @@ def duration_of(form: Given) -> timedelta | None:
         return None
     duration = timedelta(seconds=count * UNIT_SECONDS[unit])
     if duration > _MAX_PAUSE:
-        raise InputError("duration", f"at most {_MAX_PAUSE.days} days")
+        raise ArgumentError("duration", f"at most {_MAX_PAUSE.days} days")
     return duration
 
 
-class RedirectInput(NamedTuple):
-    """The form of a redirect. Without a duration it lasts until it is switched off."""
-
-    target: str
-    duration: timedelta | None
-    topics: list[str]
-    exempt_topics: list[str]
-
-
-def redirect_of(form: Given) -> RedirectInput:
-    """Return the target, the length and the topics of a redirect."""
-    target = _needed(form, "target", "give an address, or @ and a domain")
-    try:
-        check_target(target)
-    except ConfigurationError as error:
-        raise InputError("target", str(error).removeprefix("target: ")) from None
+def redirect_of(form: Given) -> tuple[str, timedelta | None, list[str], list[str]]:
+    """Return the target of a redirect, its length, and its lists of topics and of exempt topics."""
     topics, exempt_topics = (
         [topic.strip() for topic in (text_of(form, name) or "").split(",") if topic.strip()]
         for name in ("topics", "exempt_topics")
     )
-    try:
-        check_topics(topics, exempt_topics)
-    except ConfigurationError as error:
-        raise InputError(*str(error).split(": ", 1)) from None
-    return RedirectInput(target, duration_of(form), topics, exempt_topics)
+    target = _needed(form, "target", "give an address, or @ and a domain")
+    return target, duration_of(form), topics, exempt_topics
 
 
 def breaker_of(form: Given) -> str:
@@ -321,6 +260,6 @@ def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     period = choice_of(form, "per", PERIODS) or "second"
     if count is None:
         if burst is not None:
-            raise InputError("burst", "give a rate too")
+            raise ArgumentError("burst", "give a rate too")
         return None, None
     return Rate(count, PERIODS[period]), burst

@@ -111,7 +111,7 @@ async def messages(request: Request) -> Response:
     if message_id is not None:
         return RedirectResponse(link(request, "message", message_id=message_id), status_code=303)
     which = inputs.filter_of(given)
-    limit, before_id = inputs.limit_of(given), inputs.before_of(given)
+    limit, before_id = inputs.limit_of(given), inputs.number_of(given, "before")
     dashboard = dashboard_of(request)
     # An act on all matches does not know these names, so an operator sees all matches.
     names_of = dashboard.names_of if viewer_of(request).role == "viewer" else None
@@ -271,7 +271,7 @@ async def failed(request: Request) -> Response:
 async def audit(request: Request) -> Response:
     """List the acts of operators."""
     given = request.query_params
-    limit, before_id = inputs.limit_of(given), inputs.before_of(given)
+    limit, before_id = inputs.limit_of(given), inputs.number_of(given, "before")
     actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
     dashboard = dashboard_of(request)
 

@@ -15,10 +15,9 @@ import jinja2
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
-from pgoutbox.dashboard.inputs import is_queue_name
 from pgoutbox.dashboard.types import ROOT, VIEWER
 from pgoutbox.operations import JsonText
-from pgoutbox.text import visible
+from pgoutbox.text import NAME, visible
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -84,7 +83,7 @@ def _environment() -> jinja2.Environment:
         size=format_bytes,
     )
     environment.tests.update(
-        queue_name=is_queue_name, topic_name=is_queue_name, json_text=lambda value: isinstance(value, JsonText)
+        queue_name=NAME.fullmatch, topic_name=NAME.fullmatch, json_text=lambda value: isinstance(value, JsonText)
     )
     environment.globals.update(query=query, ago=format_ago)
     return environment

@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from pgoutbox.dashboard.database import RefusedError, UnavailableError
-from pgoutbox.dashboard.inputs import InputError
 from pgoutbox.dashboard.rendering import render
 from pgoutbox.dashboard.types import ROOT
 from pgoutbox.errors import ArgumentError, MessageNotFoundError, PgOutboxError, StateError
@@ -134,7 +133,7 @@ async def _answer_error(status: int, request: Request, error: PgOutboxError) -> 
     return refuse(request, status, sentence(str(error)))
 
 
-async def _answer_input(request: Request, error: InputError | ArgumentError) -> Response:
+async def _answer_input(request: Request, error: ArgumentError) -> Response:
     return refuse(request, 422, str(error))
 
 
@@ -145,7 +144,6 @@ async def _answer_unavailable(request: Request, error: UnavailableError) -> Resp
 
 EXCEPTION_HANDLERS: Final[Mapping[Any, Any]] = {
     HTTPException: _answer_http,
-    InputError: _answer_input,
     ArgumentError: _answer_input,
     MessageNotFoundError: partial(_answer_error, 404),
     StateError: partial(_answer_error, 409),

@@ -124,7 +124,7 @@ async def enqueue(request: Request) -> Response:
     try:
         topic = find_topic(outbox, form.get("topic", "").strip())
         enqueued = await _enqueue(request, outbox, topic, form)
-    except (inputs.InputError, ArgumentError, UnknownTopicError, DedupeConflictError, ConfigurationError) as error:
+    except (ArgumentError, UnknownTopicError, DedupeConflictError, ConfigurationError) as error:
         return await _show(request, outbox, topic, values, error=_error_of(error), status=422)
     path = link(request, "message", message_id=enqueued.id)
     return RedirectResponse(path + query(done="duplicate" if enqueued.duplicate else "enqueued"), status_code=303)
@@ -155,9 +155,8 @@ def _options_of(form: inputs.Given) -> Any:  # noqa: ANN401 - the options of a m
 
 def _error_of(error: Exception) -> dict[str, str | None]:
     """Return the field of the form and the text of an error."""
-    if isinstance(error, ArgumentError):
-        return {"field": re.split(r"[.\[]", error.field)[0], "text": str(error)}
-    return {"field": error.name if isinstance(error, inputs.InputError) else None, "text": str(error)}
+    field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
+    return {"field": field, "text": str(error)}
 
 
 async def _show(

@@ -174,19 +174,13 @@ class Operator:
         """Return the newest matching messages, newest first. For the next page, pass the last id as `before_id`."""
         parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
         rows = self._fetch(sql.LIST_MESSAGES, parameters)
-        messages = [ListedMessage(*row)._replace(state=State(row[4])) for row in rows]
-        return self.with_waits(messages)
+        return self.with_waits([ListedMessage(*row)._replace(state=State(row[4])) for row in rows])
 
     def with_waits(self, messages: Sequence[ListedMessage]) -> list[ListedMessage]:
         """Return the messages with the reason why each pending one waits, as in `pgoutbox.waiting_view`."""
         rows = self._fetch(sql.WHY_THEY_WAIT, {"ids": [message.id for message in messages]})
-        found = {row[0]: row[1:] for row in rows}
-        nothing = None, None, None
-        return [
-            message._replace(waits=waits, waits_for=waits_for, waits_until=until)
-            for message in messages
-            for waits, waits_for, until in [found.get(message.id, nothing)]
-        ]
+        found = {message_id: waits for message_id, *waits in rows}
+        return [ListedMessage(*message[:-3], *found.get(message.id, (None, None, None))) for message in messages]
 
     def count_matching(self, which: MessageFilter, *, limit: int) -> int:
         """Return the number of matching messages, counted up to `limit`."""
@@ -209,8 +203,7 @@ class Operator:
 
         `within` restricts them to messages that failed that lately. Reads those that failed last, up to `newest`.
         """
-        seconds = None if within is None else within.total_seconds()
-        parameters = {"topic": topic, "seconds": seconds, "cap": newest, "limit": limit}
+        parameters = {"topic": topic, "seconds": _seconds(within), "cap": newest, "limit": limit}
         rows = self._fetch(sql.LIST_FAILURES, parameters)
         return [FailureGroup._make(row[: len(FailureGroup._fields)]) for row in rows]
 
@@ -267,7 +260,7 @@ class Operator:
         parameters = {
             "message_id": message_id,
             "actor": actor,
-            "action": None if action is None else action.value,
+            "action": action,
             "before_id": before_id,
             "limit": limit,
         }
@@ -587,14 +580,11 @@ class Operator:
 
         Messages in flight continue, and enqueue is not affected.
         """
-        seconds = None if duration is None else duration.total_seconds()
-        parameters = {"queue": queue, "seconds": seconds}
-        ((paused_at, resume_at),) = self._act(sql.PAUSE_QUEUE, parameters, _Act())
-        return Pause(paused_at, resume_at)
+        return Pause._make(*self._act(sql.PAUSE_QUEUE, {"queue": queue, "seconds": _seconds(duration)}))
 
     def resume(self, queue: str) -> bool:
         """Allow claims again and wake a worker. Return False if the queue was not paused."""
-        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}, _Act()))
+        return bool(self._act(sql.RESUME_QUEUE, {"queue": queue}))
 
     def list_paused_topics(self) -> list[PausedTopic]:
         """Return the paused topics, by name."""
@@ -607,12 +597,11 @@ class Operator:
         end. Messages behind a paused one of their ordering key wait for it. `duration` is from 1 second to 10 years.
         Raises `ArgumentError`.
         """
-        seconds = None if duration is None else duration.total_seconds()
-        return Pause._make(*self._act(sql.PAUSE_TOPIC, {"topic": topic, "seconds": seconds}, _Act()))
+        return Pause._make(*self._act(sql.PAUSE_TOPIC, {"topic": topic, "seconds": _seconds(duration)}))
 
     def resume_topic(self, topic: str) -> bool:
         """Allow claims of a topic again and wake the workers. Return False if the topic was not paused."""
-        ((was_paused,),) = self._act(sql.RESUME_TOPIC, {"topic": topic}, _Act())
+        ((was_paused,),) = self._act(sql.RESUME_TOPIC, {"topic": topic})
         return bool(was_paused)
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
@@ -627,8 +616,7 @@ class Operator:
         count, seconds = (None, None) if rate is None else (rate.count, rate.seconds)
         if burst is not None and count is not None and not 1 <= burst <= count:
             raise ArgumentError("burst", f"must be from 1 to {count}, because it is a part of the rate; got {burst}")
-        asked = {"queue": queue, "count": count, "seconds": seconds, "burst": burst}
-        self._act(sql.LIMIT_RATE, asked, _Act())
+        self._act(sql.LIMIT_RATE, {"queue": queue, "count": count, "seconds": seconds, "burst": burst})
 
     def limit_ceiling(self, queue: str, at_most: Rate | None) -> None:
         """Set the most attempts in any period that operators may allow for a queue; None removes the ceiling.
@@ -638,12 +626,11 @@ class Operator:
         `InsufficientPrivilege`.
         """
         count, seconds = (None, None) if at_most is None else (at_most.count, at_most.seconds)
-        asked = {"queue": queue, "count": count, "seconds": seconds}
-        self._act(sql.LIMIT_CEILING, asked, _Act())
+        self._act(sql.LIMIT_CEILING, {"queue": queue, "count": count, "seconds": seconds})
 
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
-        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight}, _Act())
+        self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
     # --- circuit breakers ---------------------------------------------------------------------------------------------
 
@@ -656,30 +643,23 @@ class Operator:
 
         Workers send them after a second. Each batch of messages has its own transaction. Idempotent.
         """
-        act = _Act()
-        was_open, message_count = False, 0
-        while True:
-            ((found_open, batch_count),) = self._act(sql.CLOSE_BREAKER, {"key": key}, act)
-            was_open |= found_open
-            message_count += batch_count
-            if not batch_count:
-                return ClosedBreaker(was_open, message_count)
+        return ClosedBreaker(*self._released(sql.CLOSE_BREAKER, {"key": key}))
 
     # --- redirect -----------------------------------------------------------------------------------------------------
 
     def redirects(self) -> Redirects:
         """Return the redirect that an operator has switched on, the redirects of workers, and the blackout of today."""
-        rows = self._fetch(sql.READ_REDIRECTS)
-        switched = [
-            SwitchedRedirect(target, name, since, until_at, tuple(topics or ()), tuple(exempt_topics or ()))
-            for source, target, name, since, until_at, topics, exempt_topics in rows
-            if source == "operator"
-        ]
-        workers = [
-            WorkerRedirect(name, target, since) for source, target, name, since, *_ in rows if source == "worker"
-        ]
-        blackouts = [name for source, _, name, *_ in rows if source == "blackout"]
-        return Redirects(switched[0] if switched else None, tuple(workers), blackouts[0] if blackouts else None)
+        switched, workers, blackout = None, [], None
+        for source, target, name, since, until_at, topics, exempt_topics in self._fetch(sql.READ_REDIRECTS):
+            if source == "operator":
+                switched = SwitchedRedirect(
+                    target, name, since, until_at, tuple(topics or ()), tuple(exempt_topics or ())
+                )
+            elif source == "worker":
+                workers.append(WorkerRedirect(name, target, since))
+            else:
+                blackout = name
+        return Redirects(switched, tuple(workers), blackout)
 
     def set_redirect(
         self,
@@ -698,21 +678,19 @@ class Operator:
 
         The call waits for two seconds after its commit. When it returns, no worker begins to hand an e-mail of these
         topics over to its real recipients, except to the exempt addresses and topics of its settings. In a transaction
-        of your own connection it does not wait: count the two seconds from your commit. Raises `ConfigurationError` for
-        an invalid target, duration or topic, and `StateError` during a blackout.
+        of your own connection it does not wait: count the two seconds from your commit. Raises `ArgumentError` for an
+        invalid target, duration or topic, and `StateError` during a blackout.
         """
-        check_target(target)
-        check_topics(topics, exempt_topics)
+        try:
+            check_target(target)
+            check_topics(topics, exempt_topics)
+        except ConfigurationError as error:
+            raise ArgumentError(*str(error).split(": ", 1)) from None
         if duration is not None and not timedelta(seconds=1) <= duration <= _MAX_REDIRECT:
-            raise ConfigurationError(f"duration={duration}: must be from 1 second to {_MAX_REDIRECT.days} days")
-        seconds = None if duration is None else duration.total_seconds()
-        parameters = {
-            "target": target,
-            "seconds": seconds,
-            "topics": list(topics),
-            "exempt_topics": list(exempt_topics),
-        }
-        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters, _Act())
+            raise ArgumentError("duration", f"must be from 1 second to {_MAX_REDIRECT.days} days, not {duration}")
+        covered = {"topics": list(topics), "exempt_topics": list(exempt_topics)}
+        parameters = {"target": target, "seconds": _seconds(duration), **covered}
+        ((set_by, set_at, until_at),) = self._act(sql.SET_REDIRECT, parameters)
         if self._connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
             time.sleep(REDIRECT_SECONDS)  # So long a worker may rely on what it has read.
         return SwitchedRedirect(target, set_by, set_at, until_at, tuple(sorted(topics)), tuple(sorted(exempt_topics)))
@@ -723,14 +701,17 @@ class Operator:
         Workers follow within two seconds. A redirect in the environment of a worker stays on. Each batch of messages
         has its own transaction. Idempotent.
         """
-        act = _Act()
-        was_on, message_count = False, 0
+        return ClearedRedirect(*self._released(sql.CLEAR_REDIRECT, {}))
+
+    def _released(self, statement: LiteralString, parameters: Mapping[str, object]) -> tuple[bool, int]:
+        """Release held-back messages batch by batch. Return whether something held them, and their number."""
+        act, was_held, message_count = _Act(), False, 0
         while True:
-            ((found_on, batch_count),) = self._act(sql.CLEAR_REDIRECT, {}, act)
-            was_on |= found_on
+            ((holds, batch_count),) = self._act(statement, parameters, act)
+            was_held |= holds
             message_count += batch_count
             if not batch_count:
-                return ClearedRedirect(was_on, message_count)
+                return was_held, message_count
 
     # --- copies of the database ---------------------------------------------------------------------------------------
 
@@ -744,7 +725,7 @@ class Operator:
 
         With `deployment`, only workers with this `PGOUTBOX_DEPLOYMENT` send from it. Workers follow within seconds.
         """
-        self._act(sql.ADOPT, {"deployment": deployment}, _Act({}))
+        self._act(sql.ADOPT, {"deployment": deployment})
 
     # --- retention ----------------------------------------------------------------------------------------------------
 
@@ -774,12 +755,11 @@ class Operator:
                 f"state=audit: needs the topic * and at least {retention.AUDIT_AT_LEAST.days} days, "
                 f"got topic={topic!r}, keep={keep}"
             )
-        seconds = None if keep is None else keep.total_seconds()
-        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds}, _Act())
+        self._act(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": _seconds(keep)})
 
     def unset_retention(self, topic: str, state: str) -> bool:
         """Remove a rule. Return False if there was none."""
-        ((was_set,),) = self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state}, _Act())
+        ((was_set,),) = self._act(sql.UNSET_RETENTION, {"topic": topic, "state": state})
         return bool(was_set)
 
     def count_prunable(
@@ -809,13 +789,8 @@ class Operator:
         `states` names them. If one of them halted its ordering key, the messages behind it are claimable at once. Each
         batch is committed separately. Keys and contents without a message are deleted last.
         """
-        parameters = retention.prune_parameters(older_than, states, topic) | {"limit": batch_size}
-        act = _Act({
-            "states": [state.value for state in sorted(states)],
-            "older_than_seconds": older_than.total_seconds(),
-            "topic": topic,
-        })  # fmt: skip
-        return retention.prune(self._connection, parameters, self._as(act), progress)
+        which = retention.prune_parameters(older_than, states, topic)
+        return retention.prune(self._connection, which | {"limit": batch_size}, self._as(_Act(which)), progress)
 
     def prune_by_retention(
         self, *, batch_size: int = retention.PRUNE_BATCH, progress: Progress | None = None
@@ -828,13 +803,12 @@ class Operator:
         keeps nothing: then the rule for `dedupe_key` applies to them. Any number of sessions may run it at once. Keys
         and contents without a message are deleted last.
         """
-        act = _Act()
         turn = retention.MaintenanceRun(
             retention.read_maintenance_facts(self._connection),
             retention.PartitionCache(),
             batch_size=batch_size,
             progress=progress,
-            write=self._as(act),
+            write=self._as(_Act()),
         )
         turn.take(self._connection)
         if turn.errors:
@@ -853,9 +827,11 @@ class Operator:
     def _as(self, act: _Act) -> retention.Run:
         return lambda statement, parameters: self._act(statement, parameters, act)
 
-    def _act(self, statement: LiteralString, parameters: Mapping[str, object], act: _Act) -> list[TupleRow]:
+    def _act(
+        self, statement: LiteralString, parameters: Mapping[str, object], act: _Act | None = None
+    ) -> list[TupleRow]:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
-        return self._announced(act, lambda: self._connection.execute(statement, parameters).fetchall())
+        return self._announced(act or _Act(), lambda: self._connection.execute(statement, parameters).fetchall())
 
     def _is_operator(self) -> bool:
         """Whether the role may announce acts. A producer enqueues and cancels without a record."""
@@ -898,6 +874,10 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
+
+
+def _seconds(duration: timedelta | None) -> float | None:
+    return None if duration is None else duration.total_seconds()
 
 
 def _slices(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:

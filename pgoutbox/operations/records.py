@@ -1,4 +1,7 @@
-"""The filter, the results and the rows of `Operator`. A row contains sensitive values until `redacted` hides them."""
+"""The filter, the results and the rows of `Operator`. A row contains sensitive values until `redacted` hides them.
+
+The fields of a row have the order of the columns of its statement.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from pgoutbox.encryption import SEALED, is_sealed
 from pgoutbox.message import OWED, State
 from pgoutbox.operations.acts import ACTS, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
+from pgoutbox.text import pluralize
 from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
@@ -130,10 +134,7 @@ class Pause(NamedTuple):
 
 
 class PausedTopic(NamedTuple):
-    """A paused topic. Without `resume_at` the pause lasts until an operator resumes the topic.
-
-    The fields have the order of LIST_PAUSED_TOPICS.
-    """
+    """A paused topic. Without `resume_at` the pause lasts until an operator resumes the topic."""
 
     topic: str
     paused_at: datetime
@@ -170,8 +171,8 @@ class PruneTotals:
 class Mention(NamedTuple):
     """A place that contains a text.
 
-    The fields have the order of MENTIONS. `id` is the message, the act of `audit`, or the row of `content`; None in the
-    tables without ids, such as `breaker`. The id of a key is the newest message of the key, which may be deleted.
+    `id` is the message, the act of `audit`, or the row of `content`; None in the tables without ids, such as `breaker`.
+    The id of a key is the newest message of the key, which may be deleted.
     """
 
     table: str
@@ -207,8 +208,8 @@ class JsonText(str):
 class ListedMessage(NamedTuple):
     """A message in a list, without its payload.
 
-    The fields have the order of LIST_MESSAGES, then that of WHY_THEY_WAIT: `waits` is the reason why a pending message
-    is not delivered yet, `waits_for` the message for which it waits, and `waits_until` the end of it, if known.
+    `waits` is the reason why a pending message is not delivered yet, `waits_for` the message for which it waits, and
+    `waits_until` the end of it, if known.
     """
 
     id: int
@@ -274,9 +275,9 @@ WAITS: Final = {
 class ShownMessage(NamedTuple):
     """All data of one message.
 
-    The fields have the order of SHOW_MESSAGE, then that of SHOW_CONTENT. Headers, payload and content can be a
-    `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why a pending message is not
-    delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
+    Headers, payload and content can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the
+    reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of
+    a fan-out share.
     """
 
     id: int
@@ -344,10 +345,7 @@ def _attempts(message: ListedMessage | ShownMessage) -> str:
 
 
 class ShownAttempt(NamedTuple):
-    """One attempt, or several alike.
-
-    The fields have the order of SHOW_ATTEMPTS.
-    """
+    """One attempt, or several alike."""
 
     attempt_count: int
     times: int
@@ -368,10 +366,10 @@ class ShownAttempt(NamedTuple):
 class FailureGroup(NamedTuple):
     """The failed messages of one topic and cause.
 
-    The fields have the order of LIST_FAILURES. `cause` is the error without addresses, quoted values, ids and numbers;
-    None if there is none. `last_hour` of the `messages` failed within the last hour, `hour_before` within the hour
-    before it, and `failed_again` of them had failed before and were redriven. `error` is that of the newest message, at
-    most 300 characters, and `place` the line of its handler that raised it.
+    `cause` is the error without addresses, quoted values, ids and numbers; None if there is none. `last_hour` of the
+    `messages` failed within the last hour, `hour_before` within the hour before it, and `failed_again` of them had
+    failed before and were redriven. `error` is that of the newest message, at most 300 characters, and `place` the line
+    of its handler that raised it.
     """
 
     topic: str
@@ -395,8 +393,7 @@ class FailureGroup(NamedTuple):
 class TopicCounts(NamedTuple):
     """The numbers of messages of one topic in one queue by state.
 
-    The fields have the order of STATS. `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting
-    time of the oldest due message.
+    `due` and `scheduled` messages are pending. `oldest_due_seconds` is the waiting time of the oldest due message.
     """
 
     queue: str
@@ -414,8 +411,7 @@ class TopicCounts(NamedTuple):
 class AuditRow(NamedTuple):
     """One batch of one act. It lists the first twenty messages.
 
-    The fields have the order of LIST_ACTS. The login `db_role` states `actor`, `origin` and `stated`. The database
-    finds the rest.
+    The login `db_role` states `actor`, `origin` and `stated`. The database finds the rest.
     """
 
     id: int
@@ -444,8 +440,8 @@ class AuditRow(NamedTuple):
 class QueueControls(NamedTuple):
     """A queue that is paused or has limits.
 
-    The fields have the order of LIST_QUEUES. Up to `rate_count` attempts may begin in any `rate_seconds`, up to `burst`
-    at once, and `tokens` now. Operators may allow up to `ceiling_count` in any `ceiling_seconds`.
+    Up to `rate_count` attempts may begin in any `rate_seconds`, up to `burst` at once, and `tokens` now. Operators may
+    allow up to `ceiling_count` in any `ceiling_seconds`.
     """
 
     queue: str
@@ -513,7 +509,7 @@ class Redirects(NamedTuple):
             found.append(self._sentence(switched.set_by, switched.mail, rest))
         for target, count in Counter(report.target for report in self.workers).items():
             is_later = switched is not None and switched.mail == redirected_mail((), ())
-            mail = f"all {'e-mail' if switched is None or is_later else 'other e-mail'} of {_workers(count)}"
+            mail = f"all {'e-mail' if switched is None or is_later else 'other e-mail'} of {pluralize(count, 'worker')}"
             rest = f" when {switched.set_by} no longer does" if switched is not None and is_later else ""
             found.append(self._sentence(f"PGOUTBOX_REDIRECT_TO={target}", mail, rest))
         return found
@@ -533,10 +529,6 @@ class Redirects(NamedTuple):
             "workers": [report._asdict() for report in self.workers],
             "blackout": self.blackout,
         }
-
-
-def _workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
 
 
 class ClearedRedirect(NamedTuple):
@@ -562,10 +554,7 @@ class Home(NamedTuple):
 
 
 class OpenBreaker(NamedTuple):
-    """An open circuit breaker.
-
-    The fields have the order of OPEN_BREAKERS.
-    """
+    """An open circuit breaker."""
 
     key: str
     open_seconds: float

@@ -19,6 +19,7 @@ from typing import Final, LiteralString, NamedTuple, cast
 import psycopg
 from psycopg.errors import LockNotAvailable
 from psycopg.rows import TupleRow
+from pydantic import JsonValue
 
 from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import fetch
@@ -420,7 +421,7 @@ _FIRST_PAGE: Final = ("", "")
 _PASSES: Final = (sql.PRUNE_KEYS, sql.PRUNE_CONTENT)
 
 
-def prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
+def prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, JsonValue]:
     """Return the parameters of PRUNE. Raises `ConfigurationError` or `StateError`."""
     if not timedelta() < older_than <= MAX_AGE:
         raise ConfigurationError(f"older_than={older_than}: must be positive and at most {MAX_AGE.days} days")
@@ -428,7 +429,7 @@ def prune_parameters(older_than: timedelta, states: Collection[State], topic: st
         if state not in FINAL_STATES:
             raise StateError(f"messages in state {state} are not final; cancel them instead")
     return {
-        "states": [state.value for state in states],
+        "states": [state.value for state in sorted(states)],
         "older_than_seconds": older_than.total_seconds(),
         "topic": topic,
     }

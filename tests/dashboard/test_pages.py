@@ -1407,7 +1407,7 @@ def test_a_queue_name_is_validated_as_on_the_command_line(site: Site) -> None:
     for name in ("A", "1", "a b", "a'--", "x" * 64, "<script>"):
         answer = site.ada.get("/queues", params={"queue": name})
         assert answer.status_code == 422, name
-        assert "queue: give 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter" in answer.text
+        assert "queue: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter" in answer.text
     assert get(site.ada, "/queues?queue=").words == get(site.ada, "/queues").words
 
 
