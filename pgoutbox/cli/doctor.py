@@ -18,7 +18,6 @@ from pgoutbox.settings import load_settings, secret_values
 if TYPE_CHECKING:
     from pgoutbox.doctor import Finding
 
-_ORDER: Final = {"problem": 0, "warning": 1}
 _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"}
 
 
@@ -46,7 +45,7 @@ def doctor(
     secrets = secrets_in([*secret_values(settings), ("PGPASSWORD", os.environ.get("PGPASSWORD", ""))])
     if sys.stderr.isatty():
         print_note("checking ...")
-    found = sorted(examine(settings, outbox, environment=os.environ), key=_urgency)
+    found = sorted(examine(settings, outbox, environment=os.environ), key=lambda finding: finding.urgency)
     counts = Counter(finding.level for finding in found)
     faults = (Level.PROBLEM, Level.WARNING) if strict else (Level.PROBLEM,)
     for finding in found:
@@ -67,10 +66,6 @@ def doctor(
 
 def _texts_of(finding: Finding) -> dict[str, str | None]:
     return {name: text for name, text in asdict(finding).items() if name not in ("about", "messages")}
-
-
-def _urgency(finding: Finding) -> tuple[int, int]:
-    return _ORDER.get(finding.level, len(_ORDER)), -finding.messages.messages
 
 
 def _print(finding: dict[str, str | None]) -> None:

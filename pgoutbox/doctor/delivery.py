@@ -15,7 +15,6 @@ from pgoutbox.doctor.findings import (
     duration,
     join_names,
     ok,
-    pluralize,
     problem,
     skipped,
     warning,
@@ -24,7 +23,7 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
-from pgoutbox.text import Count, one_line
+from pgoutbox.text import Count, one_line, pluralize
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports.redirect import redirected_mail
 from pgoutbox.transports.registry import hint_for, missing_key

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import psycopg
 from psycopg.errors import InsufficientPrivilege, QueryCanceled
 
-from pgoutbox.text import Count, one_line
+from pgoutbox.text import Count, one_line, pluralize
 
 MAX_QUOTE_LENGTH: Final = 200
 HOW_TO: Final = "https://pgoutbox.github.io/pgoutbox/latest/how-to"
@@ -45,9 +45,9 @@ class Finding:
     messages: Count = Count(0)  # noqa: RUF009 - it is immutable
 
     @property
-    def urgency(self) -> tuple[bool, int]:
-        """The order in which a person should read findings: problems first, then those that hold back most messages."""
-        return self.level is not Level.PROBLEM, -self.messages.messages
+    def urgency(self) -> tuple[int, int]:
+        """The order in which a person should read findings: problems first, then warnings; each by their messages."""
+        return {Level.PROBLEM: 0, Level.WARNING: 1}.get(self.level, 2), -self.messages.messages
 
 
 class Note(NamedTuple):
@@ -179,12 +179,3 @@ def join_names(names: Iterable[object], *, most: int = 5) -> str:
     all_names = [str(name) for name in names]
     joined = ", ".join(all_names[:most])
     return joined if len(all_names) <= most else f"{joined} and {len(all_names) - most} more"
-
-
-def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    >>> pluralize(1, "message"), pluralize(2, "message")
-    ('1 message', '2 messages')
-    """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -35,18 +35,6 @@ _SERVER_CHECKS: Final[Mapping[str, Check]] = {
     "notify": server.check_notify,
 }
 
-_DELIVERY_CHECKS: Final[Mapping[str, Check]] = {
-    "workers": delivery.check_workers,
-    "due": delivery.check_due,
-    "undelivered": delivery.check_undelivered,
-    "breakers": delivery.check_breakers,
-    "redirect": delivery.check_redirect,
-    "failed": delivery.check_failed,
-}
-
-# Those of them that find problems. The others find only warnings.
-_FINDING_PROBLEMS: Final = ("due", "redirect")
-
 _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "rights": server.check_rights,
     "copy": server.check_copy,
@@ -66,6 +54,10 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "failed": delivery.check_failed,
     "destinations": delivery.check_destinations,
 }
+
+_DELIVERY_CHECKS: Final = ("workers", "due", "undelivered", "breakers", "redirect", "failed")
+# Those of them that find problems. The others find only warnings.
+_FINDING_PROBLEMS: Final = ("due", "redirect")
 
 
 def examine(
@@ -126,8 +118,8 @@ def examine_delivery(
         limits=_WATCHED_LIMITS,
         statement_seconds=_WATCHED_SECONDS,
     )
-    checks = {check: _DELIVERY_CHECKS[check] for check in _FINDING_PROBLEMS} if only_problems else _DELIVERY_CHECKS
-    found = [finding for check, ask in checks.items() for finding in run_check(check, partial(ask, context))]
+    checks = _FINDING_PROBLEMS if only_problems else _DELIVERY_CHECKS
+    found = [finding for check in checks for finding in run_check(check, partial(_SCHEMA_CHECKS[check], context))]
     faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 

@@ -21,13 +21,12 @@ from pgoutbox.doctor.findings import (
     error_text,
     join_names,
     ok,
-    pluralize,
     problem,
     skipped,
     warning,
 )
 from pgoutbox.errors import SchemaError
-from pgoutbox.text import one_line
+from pgoutbox.text import one_line, pluralize
 from pgoutbox.transports.registry import is_configured
 
 _POOLER_TRIALS = 3

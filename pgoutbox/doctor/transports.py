@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
-from pgoutbox.doctor.findings import HOW_TO, Level, Note, Notes, ok, problem, skipped, warning
+from pgoutbox.doctor.findings import HOW_TO, Note, Notes, all_ok, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import variable_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Transport
 
 _PATIENCE_SECONDS: Final = 60.0
+_NO_MAIL: Final = "no e-mail is sent; messages wait and are retried"
 _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 
@@ -60,8 +61,8 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         yield from _try_transport(
             own,
             settings,
-            in_order="the application's own transport for e-mail works",
-            why="no e-mail is sent; messages wait and are retried",
+            in_order=ok("transport-in-order", "the application's own transport for e-mail works"),
+            why=_NO_MAIL,
             fix=f"check the settings of that transport; see {HOW_TO}/mail-providers.html",
         )
         return
@@ -71,8 +72,8 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         yield from _try_transport(
             partial(build, "mailto"),
             settings,
-            in_order=f"{settings.sendmail} is an executable program",
-            why="no e-mail is sent; messages wait and are retried",
+            in_order=ok("transport-in-order", f"{settings.sendmail} is an executable program"),
+            why=_NO_MAIL,
             fix=f"install the mail server, or correct PGOUTBOX_SENDMAIL; see {HOW_TO}/email.html",
         )
         return
@@ -88,12 +89,12 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
             "everybody on the network can read the e-mails, sign-in links included",
             "set it to starttls or tls",
         )
+    signed_in = f"{_SECURITY[settings.smtp.security]}{', signed in' if settings.smtp.username else ''}"
     yield from _try_transport(
         own or partial(build, "mailto"),
         settings,
-        in_order=f"{host or 'the server'} accepts e-mail: {_SECURITY[settings.smtp.security]}"
-        + (", signed in" if settings.smtp.username else ""),
-        why="no e-mail is sent; messages wait and are retried",
+        in_order=ok("transport-in-order", f"{host or 'the server'} accepts e-mail: {signed_in}"),
+        why=_NO_MAIL,
         fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
         f"this account or machine send to other servers; see {HOW_TO}/email.html",
         doubtful=_doubtful_sender,
@@ -162,44 +163,39 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     if not is_configured("https", settings) and settings.webhook.secrets is None:
         yield skipped("webhook-extra-missing", "the extra webhook is not installed")
         return
-    found = []
     if settings.webhook.allow_http:
-        found.append(
-            warning(
-                "webhook-http-allowed",
-                "PGOUTBOX_WEBHOOK_ALLOW_HTTP=true",
-                "an attacker on the network can read and change webhooks to http:",
-                "unset it, and let the receivers use https",
-            )
+        yield warning(
+            "webhook-http-allowed",
+            "PGOUTBOX_WEBHOOK_ALLOW_HTTP=true",
+            "an attacker on the network can read and change webhooks to http:",
+            "unset it, and let the receivers use https",
         )
     if settings.webhook.allowed_networks is not None:
-        found.append(
-            warning(
-                "webhook-networks-allowed",
-                f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook.allowed_networks}",
-                "whoever chooses a webhook URL can send requests into these networks",
-                "allow only the networks of your receivers",
-            )
+        yield warning(
+            "webhook-networks-allowed",
+            f"PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS={settings.webhook.allowed_networks}",
+            "whoever chooses a webhook URL can send requests into these networks",
+            "allow only the networks of your receivers",
         )
     if settings.webhook.model_fields_set and settings.webhook.secrets is None:
-        found.append(
-            warning(
-                "webhook-secrets-missing",
-                "PGOUTBOX_WEBHOOK_SECRETS is not set, but other webhook settings are",
-                "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
-                "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
-            )
+        yield warning(
+            "webhook-secrets-missing",
+            "PGOUTBOX_WEBHOOK_SECRETS is not set, but other webhook settings are",
+            "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
+            "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
-    yield from found
     own = _own("https", outbox)
     if own is not None:
         yield skipped("own-transport", "the application has its own transport for https")
         return
-    why, fix = "a worker with these settings does not start", f"correct the setting; see {HOW_TO}/webhooks.html"
-    in_order = "the webhook settings are valid"
-    for note in _try_transport(partial(build, "https"), settings, in_order=in_order, why=why, fix=fix, connects=False):
-        if note.level is not Level.OK or not found:
-            yield note
+    yield from _try_transport(
+        partial(build, "https"),
+        settings,
+        in_order=all_ok("transport-in-order", "the webhook settings are valid"),
+        why="a worker with these settings does not start",
+        fix=f"correct the setting; see {HOW_TO}/webhooks.html",
+        connects=False,
+    )
 
 
 def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
@@ -210,7 +206,7 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _try_transport(
         partial(build, "apprise"),
         settings,
-        in_order="the notification URLs are valid",
+        in_order=ok("transport-in-order", "the notification URLs are valid"),
         why="a worker with these settings does not start",
         fix=f"correct PGOUTBOX_APPRISE_URLS; see {HOW_TO}/notifications.html",
         connects=False,
@@ -234,7 +230,7 @@ def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox |
         yield from _try_transport(
             own or partial(build, scheme),
             settings,
-            in_order=f"{title} accepts the connection",
+            in_order=ok("transport-in-order", f"{title} accepts the connection"),
             why="no event is sent; messages wait and are retried",
             fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events.html",
         )
@@ -275,7 +271,7 @@ def _try_transport(
     make: Callable[[Settings], Transport],
     settings: Settings,
     *,
-    in_order: str,
+    in_order: Note,
     why: str,
     fix: str,
     doubtful: Callable[[str], Note] | None = None,
@@ -304,7 +300,7 @@ def _try_transport(
         return
     match outcome:
         case Sent():
-            yield ok("transport-in-order", in_order)
+            yield in_order
         case Unavailable() | SendFailure(outage=True, doubtful=None):
             yield problem("transport-unavailable", one_line(str(outcome)), why, fix)
         case Permanent() | Transient():
