@@ -10,7 +10,7 @@ import psycopg
 import typer
 
 from pgoutbox.cli.arguments import Json
-from pgoutbox.cli.console import print_json, print_line
+from pgoutbox.cli.console import print_line, print_result
 from pgoutbox.cli.program import app, stated_person
 
 
@@ -65,7 +65,4 @@ def version(*, as_json: Json = False) -> None:
         "psycopg": psycopg.__version__,
         "libpq": str(psycopg.pq.version()),
     }
-    if as_json:
-        print_json(versions)
-    else:
-        print_line(" ".join(f"{name} {number}" for name, number in versions.items()))
+    print_result(versions, " ".join(f"{name} {number}" for name, number in versions.items()), as_json=as_json)

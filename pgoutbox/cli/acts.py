@@ -22,16 +22,17 @@ from pgoutbox.cli.arguments import (
     BulkOptions,
     Dsn,
     Json,
+    Limit,
+    duration_option,
     expanded,
     load_outbox,
     parse_due_time,
-    parse_duration,
     parse_id,
     read_ids,
 )
 from pgoutbox.cli.console import (
     FAILED,
-    pluralize,
+    print_documents,
     print_error,
     print_json,
     print_line,
@@ -51,10 +52,10 @@ from pgoutbox.cli.program import (
 )
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.message import State
 from pgoutbox.operations import Action, ActResult, Correction, MessageFilter, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, DID, Act, ActArguments, ActName
 from pgoutbox.settings import Settings
+from pgoutbox.text import pluralize
 
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
@@ -64,10 +65,7 @@ _CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "heade
 # For each argument of an act: its type, and its option.
 _OPTIONS: Final[Mapping[str, Any]] = {
     "reason": Annotated[str, typer.Option("--reason", help="For the audit: why.")],
-    "duration": Annotated[
-        timedelta,
-        typer.Option("--for", parser=parse_duration, metavar="DURATION", help="From now on, such as 30m, 12h or 2d."),
-    ],
+    "duration": Annotated[timedelta, duration_option("--for", "From now on, such as 30m, 12h or 2d.")],
     "available_at": Annotated[
         datetime | None,
         typer.Option(
@@ -83,26 +81,18 @@ _OPTIONS: Final[Mapping[str, Any]] = {
 def _add(act: Act) -> None:
     """Add the command of an act."""
 
-    def command(
-        options: BulkOptions, *, every: bool = False, states: list[State] | None = None, **changes: Unpack[ActArguments]
-    ) -> None:
-        _run(act.name, options, options.filter(states), everything=every, **changes)
+    def command(options: BulkOptions, **changes: Unpack[ActArguments]) -> None:
+        _run(act.name, options, **changes)
 
-    own = {argument.name: _OPTIONS[argument.name] for argument in act.arguments}
-    every = typer.Option("--all", help=f"Select all {' and '.join(act.usual)} messages that match the filter.")
-    declared: dict[str, Any] = {"options": BulkOptions, **own}
-    if act.for_all:
-        declared["every"] = Annotated[bool, every]
-    if len(act.states) > 1:
-        usual = "both" if act.usual == act.states else act.usual[0]
-        states = typer.Option("--state", help=f"{' or '.join(act.states)} (default: {usual}). Repeatable.")
-        declared["states"] = Annotated[list[State] | None, states]
-    needed = {argument.name for argument in act.arguments if argument.required} | {"options"}
     command.__doc__ = f"{act.says}\n\n{act.more}"
-    parameters = []
-    for name, kind in declared.items():
-        default = inspect.Parameter.empty if name in needed else False if name == "every" else None
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default))
+    parameters = [inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY, annotation=BulkOptions)]
+    for argument in act.arguments:
+        default = inspect.Parameter.empty if argument.required else None
+        parameters.append(
+            inspect.Parameter(
+                argument.name, inspect.Parameter.KEYWORD_ONLY, annotation=_OPTIONS[argument.name], default=default
+            )
+        )
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.command(act.name)(expanded(command))
 
@@ -125,12 +115,6 @@ def correct(
             help="destination, owner, queue, or with ids: payload, headers (JSON, merged). Repeatable.",
         ),
     ],
-    states: Annotated[
-        list[State] | None, typer.Option("--state", help="pending or failed (default: both). Repeatable.")
-    ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Select all pending and failed messages that match the filter.")
-    ] = False,
 ) -> None:
     """Change fields of pending and failed messages, and make failed ones pending.
 
@@ -140,9 +124,9 @@ def correct(
     """
     correction = _correction_of(changes)
     if not correction.keys() & {"payload", "headers"}:
-        _run("correct", options, options.filter(states), everything=every, correction=correction)
+        _run("correct", options, correction=correction)
         return
-    if not options.message_ids or every or states or options.filter().given():
+    if not options.message_ids or options.every or options.filter().given():
         raise typer.BadParameter("--set payload and --set headers: give message ids, and no filter")
     settings = read_settings(options.dsn, app=options.where)
     outbox = None if settings.app is None else load_outbox(settings.app)
@@ -171,12 +155,6 @@ def _correction_of(changes: list[str]) -> Correction:
 def cancel(
     options: BulkOptions,
     *,
-    every: Annotated[
-        bool, typer.Option("--all", help="Select all pending and in-flight messages that match the filter.")
-    ] = False,
-    states: Annotated[
-        list[State] | None, typer.Option("--state", help="pending or sending (default: both). Repeatable.")
-    ] = None,
     coalesce_key: Annotated[
         str | None, typer.Option(help="With --topic: only the newest message with this key.")
     ] = None,
@@ -186,12 +164,12 @@ def cancel(
 
     Asks the handler of an in-flight message to stop. The message is not retried.
     """
-    which = options.filter(states)
     if coalesce_key is None and dedupe_key is None:
-        _run("cancel", options, which, everything=every)
+        _run("cancel", options)
         return
+    which = options.filter()
     is_by_id = options.message_ids or options.file
-    if None not in (coalesce_key, dedupe_key) or is_by_id or every or list(which.given()) != ["topic"]:
+    if None not in (coalesce_key, dedupe_key) or is_by_id or options.every or list(which.given()) != ["topic"]:
         raise typer.BadParameter("give message ids, or --topic with --coalesce-key or --dedupe-key")
     topic = str(which.topic)
     with open_operator(read_settings(options.dsn, app=options.where)) as operator, _trying(operator, options):
@@ -209,7 +187,7 @@ def audit(
     ] = None,
     actor: Annotated[str | None, typer.Option(help="Only acts of this operator.")] = None,
     action: Annotated[Action | None, typer.Option(help="Only acts of this kind.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")] = 50,
+    limit: Limit = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only acts older than this one.")
     ] = None,
@@ -222,8 +200,7 @@ def audit(
         found = operator.list_acts(message_id=message, actor=actor, action=action, before_id=before, limit=limit)
     acts = [act.redacted(settings.redacted_names) for act in found]
     if as_json:
-        for act in acts:
-            print_json(act._asdict() | {"act_id": str(act.act_id)})
+        print_documents(acts)
         return
     print_table(
         ("id", "time", "actor", "stated by", "origin", "action", "queue", "messages", "message ids", "details"),
@@ -252,12 +229,13 @@ def audit(
 # --- one or many messages ---------------------------------------------------------------------------------------------
 
 
-def _run(
-    action: ActName, options: BulkOptions, which: MessageFilter, *, everything: bool, **changes: Unpack[ActArguments]
-) -> None:
-    by_filter = everything or bool(which.given())
+def _run(action: ActName, options: BulkOptions, **changes: Unpack[ActArguments]) -> None:
+    which = options.filter()
+    by_filter = options.every or bool(which.given())
     if [bool(options.message_ids), options.file is not None, by_filter].count(True) != 1:
         raise typer.BadParameter("give message ids, --file, or a filter such as --topic, and only one of them")
+    if by_filter and not (which.given() or ACTS[action].for_all):
+        raise typer.BadParameter(f"--all: {action} needs message ids, or a filter such as --topic")
     if by_filter:
         _run_by_filter(action, options, which, changes)
         return

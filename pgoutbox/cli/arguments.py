@@ -12,11 +12,11 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -56,6 +56,11 @@ def parse_duration(text: str) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def duration_option(name: str, description: str) -> Any:  # noqa: ANN401 - as typer declares its options
+    """Return the option of this name, for a duration."""
+    return typer.Option(name, parser=parse_duration, metavar="DURATION", help=description)
+
+
 def parse_moment(text: str) -> datetime:
     """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or an age such as 2h."""
     if _is_duration(text):
@@ -89,13 +94,9 @@ def _parse_time(text: str, otherwise: str) -> datetime:
 def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
     """Read the message ids of a file, one per line. Ignores empty lines and comments after `#`."""
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
-    except FileNotFoundError:
-        raise typer.BadParameter(f"{file}: no such file") from None
+        text = (sys.stdin.buffer.read() if str(file) == "-" else _read_file(file)).decode()
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{file}: not UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise typer.BadParameter(f"{file}: cannot be read: {error.strerror}") from None
     ids: list[int] = []
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()
@@ -203,6 +204,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UT
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="Message id.")]
 InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")]
 RuleTopic = Annotated[str, typer.Argument(metavar="TOPIC", help="A topic, or * for all topics without their own rule.")]
 RuleState = Annotated[
     str,
@@ -212,37 +214,6 @@ RuleState = Annotated[
     ),
 ]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
-InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state. Repeatable.")]
-ToDestination = Annotated[
-    str | None, typer.Option("--destination", help="Only messages to this URI or e-mail address.")
-]
-OfOwner = Annotated[str | None, typer.Option("--owner", help="Only messages of this owner.")]
-WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
-OfGroup = Annotated[
-    str | None,
-    typer.Option("--group", metavar="GROUP", help="Only failed messages of this group; see failures."),
-]
-BehindBreaker = Annotated[
-    str | None,
-    typer.Option("--breaker", metavar="BREAKER", help="Only pending messages behind this open circuit breaker."),
-]
-WithText = Annotated[
-    str | None,
-    typer.Option("--text", help="Only messages with this text in the destination, the owner, a key or the error."),
-]
-Since = Annotated[
-    datetime | None,
-    typer.Option(
-        "--since",
-        parser=parse_moment,
-        metavar="TIME",
-        help="Only messages enqueued since this time, such as 2026-11-21T10:00Z, or 2h for two hours ago.",
-    ),
-]
-Until = Annotated[
-    datetime | None,
-    typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before this time."),
-]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the effect without changes.")]
 Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="ID", help="Message ids.")]
 IdFile = Annotated[
@@ -255,24 +226,43 @@ IdFile = Annotated[
 class FilterOptions:
     """The options of every command that selects messages."""
 
+    states: Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state. Repeatable.")] = (
+        None
+    )
     topic: InTopic = None
     queue: InQueue = None
-    destination: ToDestination = None
-    owner: OfOwner = None
-    key: WithKey = None
-    text: WithText = None
-    group: OfGroup = None
-    breaker: BehindBreaker = None
-    since: Since = None
-    until: Until = None
+    destination: Annotated[str | None, typer.Option(help="Only messages to this URI or e-mail address.")] = None
+    owner: Annotated[str | None, typer.Option(help="Only messages of this owner.")] = None
+    key: Annotated[str | None, typer.Option(help="Only messages with this coalesce, dedupe or ordering key.")] = None
+    text: Annotated[
+        str | None, typer.Option(help="Only messages with this text in the destination, the owner, a key or the error.")
+    ] = None
+    group: Annotated[
+        str | None, typer.Option(metavar="GROUP", help="Only failed messages of this group; see failures.")
+    ] = None
+    breaker: Annotated[
+        str | None, typer.Option(metavar="BREAKER", help="Only pending messages behind this open circuit breaker.")
+    ] = None
+    since: Annotated[
+        datetime | None,
+        typer.Option(
+            parser=parse_moment,
+            metavar="TIME",
+            help="Only messages enqueued since this time, such as 2026-11-21T10:00Z, or 2h for two hours ago.",
+        ),
+    ] = None
+    until: Annotated[
+        datetime | None,
+        typer.Option(parser=parse_moment, metavar="TIME", help="Only messages enqueued before this time."),
+    ] = None
     where: App = None
     dsn: Dsn = None
     as_json: Json = False
 
-    def filter(self, states: Sequence[State] | None = None) -> MessageFilter:
-        """Return the filter for messages in these states."""
+    def filter(self) -> MessageFilter:
+        """Return the filter for messages."""
         return MessageFilter(
-            states=states or (),
+            states=self.states or (),
             topic=self.topic,
             queue=self.queue,
             destination=self.destination,
@@ -292,6 +282,7 @@ class BulkOptions(FilterOptions):
 
     message_ids: Ids = None
     file: IdFile = None
+    every: Annotated[bool, typer.Option("--all", help="Select all messages that match the filter, if any.")] = False
     dry_run: DryRun = False
     yes: Yes = False
 
@@ -318,16 +309,16 @@ def read_payload(argument: str | None, file: Path | None, *, limit: int) -> Json
     elif file is None:
         data, origin = sys.stdin.buffer.read(limit + 1), "stdin"
     else:
-        data, origin = _read_file(file, limit), str(file)
+        data, origin = _read_file(file, limit + 1), str(file)
     if len(data) > limit:
         raise ArgumentError(origin, f"larger than PGOUTBOX_MAX_PAYLOAD_BYTES={limit}")
     return from_json(data, origin)
 
 
-def _read_file(file: Path, limit: int) -> bytes:
+def _read_file(file: Path, limit: int = -1) -> bytes:
     try:
         with file.open("rb") as stream:
-            return stream.read(limit + 1)
+            return stream.read(limit)
     except FileNotFoundError:
         raise ArgumentError(str(file), "no such file") from None
     except IsADirectoryError:

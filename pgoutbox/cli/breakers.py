@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pgoutbox.cli.arguments import Dsn, Json
-from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, print_table
+from pgoutbox.cli.console import FAILED, print_documents, print_error, print_json, print_line, print_table
 from pgoutbox.cli.program import app, interruptible, open_operator, read_settings
 
 breaker_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="List and close circuit breakers.")
@@ -21,8 +21,7 @@ def list_breakers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     with open_operator(settings, read_only=True) as operator:
         found = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
     if as_json:
-        for breaker in found:
-            print_json(breaker._asdict())
+        print_documents(found)
     elif found:
         rows = [(breaker.key, f"{breaker.open_seconds:.0f} s", breaker.last_error) for breaker in found]
         print_table(("breaker", "open for", "last error"), rows)

@@ -17,7 +17,7 @@ import sys
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
 from urllib.parse import unquote
 
 from pgoutbox.observability.events import Facts
@@ -79,14 +79,23 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, default=_json_value) + "\n")
 
 
+def print_documents(rows: Iterable[NamedTuple]) -> None:
+    """Write one JSON document for each row, on one line."""
+    for row in rows:
+        print_json(row._asdict())
+
+
+def print_result(document: object, text: str, *, as_json: bool) -> None:
+    """Write the result of a command: the JSON document, or the line of text."""
+    if as_json:
+        print_json(document)
+    else:
+        print_line(text)
+
+
 def print_line(text: str) -> None:
     """Write one line of text."""
     sys.stdout.write(printable(text) + "\n")
-
-
-def pluralize(count: int, noun: str) -> str:
-    """Return a number with its noun: `1 message`, `2 messages`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -15,16 +15,17 @@ from pgoutbox.cli.arguments import (
     RuleState,
     RuleTopic,
     Yes,
+    duration_option,
     format_keep,
-    parse_duration,
     parse_final_state,
     parse_keep,
 )
-from pgoutbox.cli.console import pluralize, print_json, print_line, print_note, print_table, progress
+from pgoutbox.cli.console import print_json, print_line, print_note, print_result, print_table, progress
 from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import RetentionRule
 from pgoutbox.operations.retention import PRUNED_BY_DEFAULT
+from pgoutbox.text import pluralize
 
 _COUNTED: Final = ("key_heads", "dedupe_keys", "acts", "partitions_dropped")
 
@@ -36,10 +37,7 @@ app.add_typer(retention_app, name="retention")
 def prune(
     *,
     older_than: Annotated[
-        timedelta | None,
-        typer.Option(
-            parser=parse_duration, metavar="DURATION", help="Minimum time since the messages became final, such as 30d."
-        ),
+        timedelta | None, duration_option("--older-than", "Minimum time since the messages became final, such as 30d.")
     ] = None,
     states: Annotated[
         list[State] | None,
@@ -127,10 +125,7 @@ def set_retention(
     rule = RetentionRule(topic, state, parse_keep(keep))
     with open_operator(read_settings(dsn or context.obj)) as operator:
         operator.set_retention(*rule)
-    if as_json:
-        print_json(_rule_as_json(rule))
-    else:
-        print_line(f"topic {topic}, {state}: kept {format_keep(rule.keep)}")
+    print_result(_rule_as_json(rule), f"topic {topic}, {state}: kept {format_keep(rule.keep)}", as_json=as_json)
 
 
 @retention_app.command("unset")
@@ -140,10 +135,8 @@ def unset_retention(
     """Remove a retention rule."""
     with open_operator(read_settings(dsn or context.obj)) as operator:
         unset = operator.unset_retention(topic, state)
-    if as_json:
-        print_json({"topic": topic, "state": state, "unset": unset})
-    else:
-        print_line(f"topic {topic}, {state}: {'rule removed' if unset else 'there was no rule'}")
+    text = f"topic {topic}, {state}: {'rule removed' if unset else 'there was no rule'}"
+    print_result({"topic": topic, "state": state, "unset": unset}, text, as_json=as_json)
 
 
 def _rule_as_json(rule: RetentionRule) -> dict[str, object]:

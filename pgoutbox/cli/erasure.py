@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import typer
 
-from pgoutbox.cli.arguments import DryRun, Dsn, IdFile, Ids, Json, Yes, read_ids
+from pgoutbox.cli.arguments import DryRun, Dsn, IdFile, Ids, Json, Yes, expanded, read_ids
 from pgoutbox.cli.console import (
     FAILED,
-    pluralize,
+    print_documents,
     print_error,
     print_json,
     print_line,
     print_note,
+    print_result,
     print_table,
     progress,
 )
 from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.message import State
 from pgoutbox.operations import EraseResult, Erasure, Mention
+from pgoutbox.text import pluralize
 
-_OfOwner = Annotated[str | None, typer.Option("--owner", help="All messages of this owner.")]
-_ToDestination = Annotated[
-    str | None, typer.Option("--destination", metavar="URI", help="All messages to this URI or e-mail address.")
-]
 _ERASED_SO_FAR: Final = "the erasures so far are committed; run the command again for the rest"
 _REASONS: Final = {
     EraseResult.IN_FLIGHT: "is in flight and was asked to stop; erase it again after its attempt",
@@ -37,25 +35,37 @@ _REASONS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionOptions:
+    """The arguments and options that select messages in every state."""
+
+    message_ids: Ids = None
+    file: IdFile = None
+    owner: Annotated[str | None, typer.Option(help="All messages of this owner.")] = None
+    destination: Annotated[
+        str | None, typer.Option(metavar="URI", help="All messages to this URI or e-mail address.")
+    ] = None
+    dsn: Dsn = None
+
+    def which(self) -> dict[str, Any]:
+        """Return the selection as arguments of the operator's methods."""
+        given = (bool(self.message_ids), self.file is not None, self.owner is not None, self.destination is not None)
+        if given.count(True) != 1:
+            raise typer.BadParameter("give message ids, --file, --owner or --destination, and only one of them")
+        ids = (self.message_ids or None) if self.file is None else read_ids(self.file)
+        return {"ids": ids, "owner": self.owner, "destination": self.destination}
+
+
 @app.command()
-def erase(
-    message_ids: Ids = None,
-    *,
-    file: IdFile = None,
-    owner: _OfOwner = None,
-    destination: _ToDestination = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    dsn: Dsn = None,
-    as_json: Json = False,
-) -> None:
+@expanded
+def erase(options: SelectionOptions, *, dry_run: DryRun = False, yes: Yes = False, as_json: Json = False) -> None:
     """Delete all data of messages in every state.
 
     Deletes payloads, attempts and keys, and removes the owner and the address from the audit. Then lists the rows that
     still mention them. Exits with 1 if a message is left, for example because it is in flight.
     """
-    which = _selection(message_ids, file, owner, destination)
-    with open_operator(read_settings(dsn)) as operator:
+    which = options.which()
+    with open_operator(read_settings(options.dsn)) as operator:
         counts = operator.count_erasable(**which)
         if dry_run:
             _print_preview(counts, as_json=as_json)
@@ -73,21 +83,15 @@ def erase(
 
 
 @app.command()
-def export(
-    message_ids: Ids = None,
-    *,
-    file: IdFile = None,
-    owner: _OfOwner = None,
-    destination: _ToDestination = None,
-    dsn: Dsn = None,
-) -> None:
+@expanded
+def export(options: SelectionOptions) -> None:
     """Print all data of messages as JSON, one document per line.
 
     Needs a login that may read payloads. Opens encrypted payloads with PGOUTBOX_ENCRYPTION_KEYS. Nothing is redacted.
     """
-    which = _selection(message_ids, file, owner, destination)
+    which = options.which()
     count = 0
-    with open_operator(read_settings(dsn)) as operator:
+    with open_operator(read_settings(options.dsn)) as operator:
         for message in operator.export(**which):
             print_json(message)
             count += 1
@@ -109,28 +113,15 @@ def mentions(
     with open_operator(read_settings(dsn)) as operator:
         found = operator.mentions(*texts)
     if as_json:
-        for mention in found:
-            print_json(mention._asdict())
-        return
-    print_table(Mention._fields, found)
-
-
-def _selection(
-    message_ids: list[int] | None, file: Path | None, owner: str | None, destination: str | None
-) -> dict[str, Any]:
-    """Return the selection as arguments of the operator's methods."""
-    if [bool(message_ids), file is not None, owner is not None, destination is not None].count(True) != 1:
-        raise typer.BadParameter("give message ids, --file, --owner or --destination, and only one of them")
-    ids = (message_ids or None) if file is None else read_ids(file)
-    return {"ids": ids, "owner": owner, "destination": destination}
+        print_documents(found)
+    else:
+        print_table(Mention._fields, found)
 
 
 def _print_preview(counts: Mapping[State, int], *, as_json: bool) -> None:
-    if as_json:
-        print_json({"would": "erase", **{state.value: count for state, count in counts.items()}})
-        return
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    print_line(f"would erase {pluralize(sum(counts.values()), 'message')}" + (f": {states}" if states else ""))
+    text = f"would erase {pluralize(sum(counts.values()), 'message')}" + (f": {states}" if states else "")
+    print_result({"would": "erase", **{state.value: count for state, count in counts.items()}}, text, as_json=as_json)
 
 
 def _erasure_as_json(done: Erasure) -> dict[str, object]:

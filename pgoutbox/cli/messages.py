@@ -16,12 +16,12 @@ from pgoutbox.cli.arguments import (
     Dsn,
     FilterOptions,
     InQueue,
-    InStates,
     Json,
+    Limit,
     MessageId,
+    duration_option,
     expanded,
     load_outbox,
-    parse_duration,
     parse_header,
     parse_id,
     read_payload,
@@ -29,6 +29,7 @@ from pgoutbox.cli.arguments import (
 from pgoutbox.cli.console import (
     FAILED,
     configure_logging,
+    print_documents,
     print_error,
     print_fields,
     print_json,
@@ -95,10 +96,7 @@ def enqueue(
     owner: Annotated[
         str | None, typer.Option(help="Person or thing of the application to which the message belongs.")
     ] = None,
-    delay: Annotated[
-        timedelta | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="Earliest delivery, such as 15m from now."),
-    ] = None,
+    delay: Annotated[timedelta | None, duration_option("--delay", "Earliest delivery, such as 15m from now.")] = None,
     headers: Headers = None,
     encrypt: Annotated[
         bool, typer.Option("--encrypt", help="Encrypt the payload with PGOUTBOX_ENCRYPTION_KEYS.")
@@ -240,8 +238,7 @@ def _topic_of(outbox: Outbox, name: str, *, encrypt: bool) -> Topic[Any]:
 def list_messages(
     options: FilterOptions,
     *,
-    states: InStates = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")] = 50,
+    limit: Limit = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
     ] = None,
@@ -253,15 +250,14 @@ def list_messages(
     settings = read_settings(options.dsn, app=options.where)
     names_of = redacted_names_of(settings)
     with open_operator(settings, read_only=True) as operator:
-        messages = operator.list_messages(options.filter(states), before_id=before, limit=limit)
+        messages = operator.list_messages(options.filter(), before_id=before, limit=limit)
         if not messages:
             require_known_queue(operator, options.queue)
             if options.breaker:
                 print_note("if no open breaker has this name, no message matches; `pgoutbox breaker list` shows them")
     messages = [message.redacted(names_of(message.topic)) for message in messages]
     if options.as_json:
-        for message in messages:
-            print_json(message._asdict())
+        print_documents(messages)
         return
     print_messages(messages)
     if len(messages) == limit:
@@ -320,10 +316,7 @@ def show(
 def failures(
     *,
     topic: Annotated[str | None, typer.Option(help="Only messages of this topic.")] = None,
-    since: Annotated[
-        timedelta | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="Only messages that failed this lately: 1d."),
-    ] = None,
+    since: Annotated[timedelta | None, duration_option("--since", "Only messages that failed this lately: 1d.")] = None,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -340,22 +333,11 @@ def failures(
         groups = operator.list_failures(topic=topic, within=since)
     groups = [group.redacted(names_of(group.topic)) for group in groups]
     if as_json:
-        for group in groups:
-            print_json(group._asdict())
+        print_documents(groups)
         return
     columns = (
-        "messages",
-        "last_hour",
-        "hour_before",
-        "failed_again",
-        "topic",
-        "cause",
-        "group",
-        "place",
-        "error",
-        "first_at",
-        "last_at",
-        "newest_id",
+        *("messages", "last_hour", "hour_before", "failed_again", "topic", "cause", "group", "place", "error"),
+        *("first_at", "last_at", "newest_id"),
     )
     print_table(columns, [[getattr(group, name) for name in columns] for group in groups])
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import typer
 import typer.core
@@ -118,30 +118,30 @@ def interruptible(consequence: str) -> Iterator[None]:
 
 def require_known_queue(operator: Operator, queue: str | None) -> None:
     if queue is not None and operator.unknown_queues([queue]):
-        raise ConfigurationError(f"no queue {queue!r}; {describe_known_queues(operator)}")
+        raise ConfigurationError(f"no queue {queue!r}; {_known_queues(operator)}")
 
 
-def confirm_queue(operator: Operator, queue: str, action: str, *, yes: bool) -> None:
-    """Warn of a queue without messages and controls: its name may be wrong. On a terminal, ask before the act."""
-    if not operator.unknown_queues([queue]):
-        return
-    print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")
-    if sys.stdin.isatty() and not yes:
-        confirm(f"{action} it", yes=False)
+def warn_of_unknown(operator: Operator, kind: Literal["queue", "topic"], names: Sequence[str]) -> bool:
+    """Warn of names that may be wrong: of queues without messages and controls, or of topics that nothing has."""
+    if kind == "queue":
+        unknown = operator.unknown_queues(names)
+        reason = f"has no messages yet; {_known_queues(operator)}" if unknown else ""
+    else:
+        unknown = [topic for topic in names if not operator.is_known_topic(topic)]
+        reason = "is unknown to all workers and messages: check its name"
+    for name in unknown:
+        print_warning(f"{kind} {name!r} {reason}")
+    return bool(unknown)
 
 
-def confirm_topic(operator: Operator, topic: str, action: str, *, yes: bool) -> None:
-    """Warn of a topic that nothing has: its name may be wrong. On a terminal, ask before the act."""
-    if operator.is_known_topic(topic):
-        return
-    print_warning(f"topic {topic!r} is unknown to all workers and messages: check its name")
-    if sys.stdin.isatty() and not yes:
-        confirm(f"{action} it", yes=False)
+def confirm_unknown(operator: Operator, kind: Literal["queue", "topic"], name: str, action: str, *, yes: bool) -> None:
+    """Warn of a queue or a topic whose name may be wrong. On a terminal, ask before the act."""
+    if warn_of_unknown(operator, kind, [name]) and sys.stdin.isatty():
+        confirm(f"{action} it", yes=yes)
 
 
-def describe_known_queues(operator: Operator) -> str:
-    known = operator.known_queues()
-    return f"known queues: {', '.join(known) or 'none'}"
+def _known_queues(operator: Operator) -> str:
+    return f"known queues: {', '.join(operator.known_queues()) or 'none'}"
 
 
 def shorten(text: str | None) -> str | None:

@@ -15,17 +15,16 @@ from pgoutbox.cli.arguments import (
     Dsn,
     Json,
     Yes,
+    duration_option,
     parse_count,
-    parse_duration,
     parse_queue,
     parse_rate,
     parse_topic,
 )
-from pgoutbox.cli.console import pluralize, print_json, print_line, print_table, print_warning
+from pgoutbox.cli.console import print_json, print_line, print_result, print_table, print_warning
 from pgoutbox.cli.program import (
     app,
-    confirm_queue,
-    confirm_topic,
+    confirm_unknown,
     describe_pause,
     open_operator,
     print_paused_topics,
@@ -35,6 +34,7 @@ from pgoutbox.cli.program import (
 from pgoutbox.database import operator_connection
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.operations import Operator, QueueControls, Rate, activity
+from pgoutbox.text import pluralize
 
 PausedQueue = Annotated[
     str | None, typer.Argument(parser=parse_queue, metavar="[QUEUE]", help="Name of the queue; or give --topic.")
@@ -51,13 +51,7 @@ def pause(
     *,
     topic: OfTopic = None,
     duration: Annotated[
-        timedelta | None,
-        typer.Option(
-            "--for",
-            parser=parse_duration,
-            metavar="DURATION",
-            help="Resume automatically after this time, such as 30m.",
-        ),
+        timedelta | None, duration_option("--for", "Resume automatically after this time, such as 30m.")
     ] = None,
     yes: Yes = False,
     dsn: Dsn = None,
@@ -70,16 +64,11 @@ def pause(
     """
     kind, name = _paused_one(queue, topic)
     with open_operator(read_settings(dsn)) as operator:
-        if kind == "topic":
-            confirm_topic(operator, name, "pause", yes=yes)
-            paused_at, resume_at = operator.pause_topic(name, duration=duration)
-        else:
-            confirm_queue(operator, name, "pause", yes=yes)
-            paused_at, resume_at = operator.pause(name, duration=duration)
-    if as_json:
-        print_json({kind: name, "paused_at": paused_at, "resume_at": resume_at})
-    else:
-        print_line(f"{kind} {name}: {describe_pause(paused_at, resume_at)}")
+        confirm_unknown(operator, kind, name, "pause", yes=yes)
+        act = operator.pause if kind == "queue" else operator.pause_topic
+        paused_at, resume_at = act(name, duration=duration)
+    document = {kind: name, "paused_at": paused_at, "resume_at": resume_at}
+    print_result(document, f"{kind} {name}: {describe_pause(paused_at, resume_at)}", as_json=as_json)
 
 
 @app.command()
@@ -166,7 +155,7 @@ def limit(
     max_in_flight = None if in_flight is None else parse_count(in_flight)
     with open_operator(read_settings(dsn)) as operator:
         if sys.stdin.isatty():  # A script limits queues before their first messages.
-            confirm_queue(operator, queue, "limit", yes=yes)
+            confirm_unknown(operator, "queue", queue, "limit", yes=yes)
         if at_most is not None:
             _limit_ceiling(operator, queue, ceiling)
         if rate is not None:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from pgoutbox.cli.arguments import Dsn, Json, parse_duration
-from pgoutbox.cli.console import print_json, print_line, print_warning
-from pgoutbox.cli.program import app, interruptible, open_operator, read_settings
+from pgoutbox.cli.arguments import Dsn, Json, duration_option
+from pgoutbox.cli.console import print_json, print_line, print_result
+from pgoutbox.cli.program import app, interruptible, open_operator, read_settings, warn_of_unknown
 
 redirect_app = typer.Typer(
     rich_markup_mode=None, no_args_is_help=True, help="Redirect e-mail to testers, and show the redirects."
@@ -36,10 +36,7 @@ def set_redirect(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="An address, or @ and a domain.")],
     *,
     duration: Annotated[
-        timedelta | None,
-        typer.Option(
-            "--for", parser=parse_duration, metavar="DURATION", help="Switch it off automatically, such as after 2h."
-        ),
+        timedelta | None, duration_option("--for", "Switch it off automatically, such as after 2h.")
     ] = None,
     topics: Annotated[
         list[str] | None,
@@ -64,17 +61,12 @@ def set_redirect(
         open_operator(read_settings(dsn)) as operator,
         interruptible("the redirect may be on; see `pgoutbox redirect show`"),
     ):
-        for topic in topics or ():
-            if not operator.is_known_topic(topic):
-                print_warning(f"topic {topic!r} is unknown to all workers and messages: check its name")
+        warn_of_unknown(operator, "topic", topics or ())
         switched = operator.set_redirect(
             target, duration=duration, topics=topics or (), exempt_topics=exempt_topics or ()
         )
-    if as_json:
-        print_json(switched._asdict())
-        return
     until = "" if switched.until_at is None else f" until {switched.until_at.isoformat(timespec='seconds')}"
-    print_line(f"{switched.mail} goes to {switched.target}{until}")
+    print_result(switched._asdict(), f"{switched.mail} goes to {switched.target}{until}", as_json=as_json)
 
 
 @redirect_app.command()

@@ -10,9 +10,10 @@ import typer
 
 from pgoutbox import migrate as migrations
 from pgoutbox.cli.arguments import Dsn, Json, Yes
-from pgoutbox.cli.console import pluralize, print_json, print_line, print_note
+from pgoutbox.cli.console import print_json, print_line, print_note, print_result
 from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
 from pgoutbox.operations import Home
+from pgoutbox.text import pluralize
 
 _QUESTION = (
     "Name of this deployment, such as production, so that cloned servers send nothing. Its workers need it as "
@@ -128,12 +129,8 @@ def grants(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) ->
 
 
 def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"before": before, "revision": after})
-    elif before == after:
-        print_line(f"schema pgoutbox: up to date at {after or 'base'}")
-    else:
-        print_line(f"schema pgoutbox: {before or 'base'} -> {after or 'base'}")
+    change = f"up to date at {after or 'base'}" if before == after else f"{before or 'base'} -> {after or 'base'}"
+    print_result({"before": before, "revision": after}, f"schema pgoutbox: {change}", as_json=as_json)
 
 
 def _print_deployment(recorded: str | None, given: str | None) -> None:
@@ -165,10 +162,7 @@ def adopt(*, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
             )
             operator.adopt(settings.deployment)
             home = operator.home()
-    if as_json:
-        print_json(home._asdict())
-    else:
-        print_line(f"workers send from {_content_of(home)}")
+    print_result(home._asdict(), f"workers send from {_content_of(home)}", as_json=as_json)
 
 
 def _content_of(home: Home) -> str:

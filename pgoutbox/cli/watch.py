@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, parse_duration
-from pgoutbox.cli.console import live_tables, print_json, print_line, print_table
+from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, duration_option
+from pgoutbox.cli.console import live_tables, print_documents, print_json, print_line, print_table
 from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten
 from pgoutbox.database import operator_connection
 from pgoutbox.doctor import Finding, examine_delivery
@@ -80,8 +80,7 @@ def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
     with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
         found = activity.list_workers(connection)
     if as_json:
-        for worker in found:
-            print_json(worker._asdict())
+        print_documents(found)
     elif found:
         print_table(activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found])
     else:
@@ -97,13 +96,7 @@ def tail(
         list[str] | None, typer.Option("--outcome", metavar="OUTCOME", help="Only this outcome. Repeatable.")
     ] = None,
     since: Annotated[
-        timedelta | None,
-        typer.Option(
-            "--since",
-            parser=parse_duration,
-            metavar="DURATION",
-            help="Start with the attempts that ended in the last DURATION.",
-        ),
+        timedelta | None, duration_option("--since", "Start with the attempts that ended in the last DURATION.")
     ] = None,
     every: Every = 1.0,
     count: Count = None,

@@ -13,9 +13,9 @@ from typing import Annotated, Final, Literal
 import psycopg
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, load_outbox, parse_duration
-from pgoutbox.cli.console import configure_logging, print_warning
-from pgoutbox.cli.program import app, describe_known_queues, open_operator, read_settings
+from pgoutbox.cli.arguments import App, Dsn, duration_option, load_outbox
+from pgoutbox.cli.console import configure_logging
+from pgoutbox.cli.program import app, open_operator, read_settings, warn_of_unknown
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, parse_address
 
@@ -44,8 +44,7 @@ def worker(
         int | None, typer.Option(min=1, metavar="N", help="With --once: claim at most N messages.")
     ] = None,
     max_time: Annotated[
-        timedelta | None,
-        typer.Option(parser=parse_duration, metavar="DURATION", help="With --once: claim nothing after DURATION."),
+        timedelta | None, duration_option("--max-time", "With --once: claim nothing after DURATION.")
     ] = None,
     no_listen: Annotated[
         bool, typer.Option("--no-listen", help="Poll instead of waiting for NOTIFY (behind a transaction pooler).")
@@ -141,5 +140,4 @@ def _warn_of_unknown_queues(settings: Settings, queues: list[str]) -> None:
     if not queues:
         return
     with contextlib.suppress(psycopg.Error), open_operator(settings, read_only=True) as operator:
-        for queue in operator.unknown_queues(queues):
-            print_warning(f"queue {queue!r} has no messages yet; {describe_known_queues(operator)}")
+        warn_of_unknown(operator, "queue", queues)

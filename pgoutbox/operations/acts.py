@@ -278,7 +278,8 @@ ACTS: Final[Mapping[ActName, Act]] = {
             results="redriven missing wrong_state changed superseded dedupe_key_taken locked",
             did="pending again",
             says="Make failed and cancelled messages pending again.",
-            more="Each message gets its initial number of attempts. Superseded messages are left alone.",
+            more="A filter without --state selects failed messages. Each message gets its initial number of attempts. "
+            "Superseded messages are left alone.",
             button="Redrive",
             in_lists=True,
         ),

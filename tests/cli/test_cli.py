@@ -226,6 +226,7 @@ class TestUsage:
             ("cancel", "1", "--topic", "mail"),
             ("redrive", "--topic", "mail", "--state", "sent"),
             ("resend",),
+            ("resend", "--all"),
             ("resend", "1", "--topic", "mail"),
             ("cancel", "--topic", "mail", "--state", "failed"),
             ("cancel", "--coalesce-key", "k"),
