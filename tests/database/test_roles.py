@@ -218,6 +218,15 @@ def test_default_privileges_of_the_migrating_role_grant_public_nothing(empty_dsn
         assert connection.execute(GRANTED_TO_PUBLIC).fetchall() == []
 
 
+def test_a_function_of_another_schema_that_looks_like_an_act_gets_no_grant(rolled_back: psycopg.Connection) -> None:
+    """Its name would be a part of the owner's statement."""
+    name = "find TO PUBLIC; GRANT EXECUTE ON FUNCTION pgoutbox.edit"
+    act = f'CREATE FUNCTION public."{name}"() RETURNS pgoutbox.act_result LANGUAGE sql RETURN NULL::pgoutbox.act_result'
+    rolled_back.execute(act.encode())
+    rolled_back.execute("SELECT pgoutbox.set_up_roles()")
+    assert rolled_back.execute(GRANTED_TO_PUBLIC).fetchall() == []
+
+
 def test_no_object_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Connection) -> None:
     theirs = """
         SELECT o.name

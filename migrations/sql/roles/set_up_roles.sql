@@ -65,7 +65,8 @@ BEGIN
             ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION', (
                 SELECT string_agg(p.proname, ', ')
                 FROM pg_proc AS p
-                WHERE p.prorettype = 'pgoutbox.act_result'::regtype AND p.proname !~ '^_' AND p.proname <> 'correct'
+                WHERE p.prorettype = 'pgoutbox.act_result'::regtype AND p.pronamespace = 'pgoutbox'::regnamespace
+                    AND p.proname !~ '^_' AND p.proname <> 'correct'
             )),
             ('{pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON',
                 'message_view, queue_view, breaker_view, retention_view, pulse_view, redirect_view, blackout_view,
