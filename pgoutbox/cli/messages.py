@@ -302,7 +302,7 @@ def show(
             fields[name] = json.dumps(
                 value, ensure_ascii=False, indent=2 if name != "headers" and sys.stdout.isatty() else None
             )
-    print_fields(fields)
+    print_fields({name: value for name, value in fields.items() if value is not False})
     if attempts:
         print_line("")
         # Most attempts have neither a reason code nor a breaker.

@@ -25,7 +25,7 @@ import psycopg
 from psycopg.errors import CheckViolation, InvalidParameterValue
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue, TypeAdapter
 from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
@@ -88,6 +88,7 @@ _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
+_SHOWN: Final = TypeAdapter(ShownMessage, config=ConfigDict(defer_build=True))
 # Far below Python's recursion limit, whatever the caller's depth.
 _MOST_LEVELS: Final = 100
 
@@ -224,9 +225,9 @@ class Operator:
         if not rows:
             raise MessageNotFoundError(f"no such message: {message_id}")
         attempts = self._fetch(sql.SHOW_ATTEMPTS, parameters)
-        message = ShownMessage(*rows[0])
+        ((columns,),) = rows
+        message = _SHOWN.validate_python({name: columns[name] for name in ShownMessage._fields if name in columns})
         message = message._replace(
-            state=State(message.state),
             headers=_json_of(message.headers, message.headers_bytes),
             payload=_json_of(message.payload, message.payload_bytes),
         )

@@ -275,9 +275,9 @@ WAITS: Final = {
 class ShownMessage(NamedTuple):
     """All data of one message.
 
-    Headers, payload and content can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the
-    reason why a pending message is not delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of
-    a fan-out share.
+    The fields are columns of `pgoutbox.message_view`, and others of SHOW_MESSAGE and SHOW_CONTENT. Headers, payload and
+    content can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why a pending
+    message is not delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
     """
 
     id: int
@@ -303,7 +303,7 @@ class ShownMessage(NamedTuple):
     dedupe_key: str | None
     ordering_key: str | None
     owner: str | None
-    halts_key: bool | None
+    halts_key: bool
     superseded_by: int | None
     resend_of: int | None
     failure_of: int | None

@@ -756,6 +756,13 @@ class TestLooking:
         assert f"{second}" in cli("list", "--queue", "bookings").out
         assert "waits: paused until 2126-01-01T00:00:00+00:00" in cli("list", "--queue", "paused").out
 
+    def test_show_leaves_out_what_a_message_does_not_have(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        fields = {line.partition("\t")[0] for line in cli("show", put(database)).out.splitlines()}
+        assert {"id", "payload"} <= fields
+        assert fields.isdisjoint({"expires_at", "finished_at", "halts_key", "ordering_key"})
+
     def test_list_filters(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         failed = put(database, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(database)

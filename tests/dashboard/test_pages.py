@@ -570,6 +570,16 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
         assert told in page.words, told
 
 
+def test_a_message_is_shown_with_its_times_and_flags(site: Site, db: psycopg.Connection) -> None:
+    plain, other = put(db), put(db, ordering_key="k")
+    db.execute("UPDATE pgoutbox.message SET halts_key = true, expires_at = '2126-01-31 09:00Z' WHERE id = %s", [other])
+    words = get(site.vera, f"/messages/{other}").words
+    assert re.search(r"Expires in .{1,20} 2126-01-31 09:00:00 UTC", words)
+    assert "Halts key yes" in words
+    words = get(site.vera, f"/messages/{plain}").words
+    assert [name in words for name in ("Expires", "Halts key", "Created", "Finished")] == [False] * 4
+
+
 def test_attempts_that_a_snooze_gave_back_do_not_count(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.PENDING)
     db.execute("UPDATE pgoutbox.message SET attempt_count = 9, lane = 1, max_attempts = 10, attempt_budget = 2")
