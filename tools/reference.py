@@ -231,7 +231,7 @@ _FOR_WORKERS: Final = frozenset({"next_permit_at", "schema_version"})
 
 def sql_rules() -> str:
     """Return a line for each rule of enqueue, with the arguments that have it."""
-    source = (ROOT / "migrations/sql/functions/_draft_error.sql").read_text()
+    source = (ROOT / "migrations/sql/types/draft.sql").read_text()
     arguments: dict[str, dict[str, None]] = {}
     for text in re.findall(r"THEN\s+('[^']+'(?:\s+'[^']+')*)", source):
         argument, rule = re.sub(r"'(?:\s+')?", "", text).split(": ", 1)

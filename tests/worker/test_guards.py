@@ -1290,7 +1290,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "max_delay: start of the wait",
         a_producer_waits_since_a_concurrent_first_message,
-        no_guard_in_function("_waiting_since", "coalesce(head.waiting_since, now())", "now()"),
+        no_guard_in_function("_take_keys", "coalesce(head.waiting_since, now())", "now()"),
     ),
     (
         "cancel: older snapshot",

@@ -26,12 +26,11 @@ DECLARE
     problem text;
     has_dedupe_keys boolean := false;
     has_keys boolean := false;
-    has_waits boolean := false;
     ids bigint[];
     known_ids bigint[]; -- From _take_dedupe_keys: null for a draft that is written.
     taken record;
     older_ids bigint[];
-    waiting_since timestamptz[];
+    latest_at timestamptz[];
     queues text[];
     woken text;
 BEGIN
@@ -42,7 +41,6 @@ BEGIN
         END IF;
         has_dedupe_keys := has_dedupe_keys OR draft.dedupe_key IS NOT NULL;
         has_keys := has_keys OR draft.coalesce_key IS NOT NULL OR draft.ordering_key IS NOT NULL;
-        has_waits := has_waits OR draft.max_delay IS NOT NULL;
         drawn_id := nextval('pgoutbox.message_id_seq');
         IF drawn_id <= floor_id THEN
             PERFORM pgoutbox._refuse_id(drawn_id);
@@ -56,9 +54,7 @@ BEGIN
         taken := pgoutbox._take_keys(drafts, ids, known_ids);
         ids := taken.ids;
         older_ids := taken.older_ids;
-    END IF;
-    IF has_waits THEN
-        waiting_since := pgoutbox._waiting_since(drafts, known_ids);
+        latest_at := taken.latest_at;
     END IF;
 
     WITH written AS (
@@ -74,7 +70,7 @@ BEGIN
         FROM unnest(drafts) WITH ORDINALITY AS d
         CROSS JOIN LATERAL (
             SELECT greatest(
-                now(), least(greatest(now(), d.available_at, now() + d.delay), waiting_since[d.ordinality] + d.max_delay)
+                now(), least(greatest(now(), d.available_at, now() + d.delay), latest_at[d.ordinality])
             )
         ) AS due(at)
         WHERE known_ids[d.ordinality] IS NULL

@@ -48,7 +48,7 @@ BEGIN
         SELECT k.*
         FROM (
             SELECT
-                d.ordinality AS n, d.topic, d.dedupe_key, d.payload, d.on_duplicate,
+                d.ordinality AS n, d.topic, d.dedupe_key,
                 first_value(d.ordinality) OVER (
                     PARTITION BY d.topic COLLATE "C", d.dedupe_key COLLATE "C" ORDER BY d.ordinality
                 ) AS first_n
@@ -58,9 +58,7 @@ BEGIN
         WHERE ids[k.n] NOT IN (SELECT t.id FROM unnest(taken_ids) AS t(id))
         ORDER BY k.topic COLLATE "C", k.dedupe_key COLLATE "C", k.n
     LOOP
-        known_id := pgoutbox._take_dedupe_key(
-            item.topic, item.dedupe_key, item.payload, ids[item.n], item.on_duplicate
-        );
+        known_id := pgoutbox._take_dedupe_key(drafts[item.n], ids[item.n]);
         known_ids[item.n] := CASE known_id WHEN ids[item.first_n] THEN -item.first_n ELSE known_id END;
     END LOOP;
     RETURN known_ids;

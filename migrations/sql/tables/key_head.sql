@@ -16,7 +16,7 @@ COMMENT ON TABLE pgoutbox.key_head IS
 COMMENT ON COLUMN pgoutbox.key_head.newest_id IS 'The newest committed message of the key.';
 COMMENT ON COLUMN pgoutbox.key_head.replaced_id IS 'The newest message of the key before the last enqueue.';
 COMMENT ON COLUMN pgoutbox.key_head.waiting_since IS
-    'When the first message of the current wait was enqueued with a max_delay.';
+    'When the first message of the current wait was enqueued, if newer ones can postpone it only for a limited time.';
 COMMENT ON COLUMN pgoutbox.key_head.scope IS
     'The topic of a coalesce key; a slash and the queue of an ordering key.';
 COMMENT ON COLUMN pgoutbox.key_head.key IS 'The key.';
