@@ -6,7 +6,7 @@ notice. A test checks that examples and how-to pages import from public modules 
 
 from typing import TYPE_CHECKING
 
-from pgoutbox.enqueue.generators import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
+from pgoutbox.enqueue.calls import Cancelled, CancelResult, Enqueued, EnqueuedMany, RescheduleResult
 from pgoutbox.enqueue.owned import EditResult, OwnedMessage
 from pgoutbox.enqueue.producer import AsyncProducer, Producer
 from pgoutbox.enqueue.validation import Draft

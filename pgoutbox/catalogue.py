@@ -24,10 +24,10 @@ from pgoutbox.operations import Correction, MessageResult, Operator
 from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import OPTIONS, MessageOptions, Topic
+from pgoutbox.topics import KEYS, OPTIONS, MessageOptions, Topic, name_of
 
 # The options of a message that a topic can compute from the payload.
-_COMPUTABLE: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
+_COMPUTABLE: Final = ("destination", "owner", *KEYS)
 _SHOWN_NAMES: Final = 10
 _MAX_LEVELS: Final = 8
 # An example of each format that pydantic checks.
@@ -157,8 +157,7 @@ def draft_message(outbox: Outbox, topic: str | Topic[Any], payload: object, **op
     except PgOutboxError:
         raise
     except Exception as error:
-        name = topic.name if isinstance(topic, Topic) else topic
-        reason = f"the definition of topic {name!r} fails for it: {type(error).__name__}: {error}"
+        reason = f"the definition of topic {name_of(topic)!r} fails for it: {type(error).__name__}: {error}"
         raise ArgumentError("payload", reason) from error
 
 

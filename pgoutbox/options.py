@@ -123,6 +123,11 @@ def check_whole(field: str, value: object, *, most: int) -> int:
     return value
 
 
+def check_id(field: str, value: object) -> int:
+    """Return the id of a message."""
+    return check_whole(field, value, most=MAX_ID)
+
+
 def check_redact(field: str, value: object) -> None:
     """Check the names of the values that a topic hides."""
     if not isinstance(value, tuple):

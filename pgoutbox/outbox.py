@@ -24,7 +24,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH
-from pgoutbox.topics import MessageOptions, NewMessage, Topic
+from pgoutbox.topics import MessageOptions, NewMessage, Topic, name_of
 from pgoutbox.transports import Content, Transport
 
 _FAILED: Final = ".failed"  # The end of a hook's topic; _enqueue_failure() appends it too.
@@ -278,7 +278,7 @@ class Outbox:
         timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
         def register(function: F) -> F:
-            topic_name = topic.name if isinstance(topic, Topic) else topic
+            topic_name = name_of(topic)
             if topic_name in self._handlers:
                 raise ConfigurationError(f"topic {topic_name!r} has a handler already")
             definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from dataclasses import field as dataclass_field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from operator import attrgetter
-from typing import Final, Generic, Literal, TypedDict, cast, get_args
+from typing import Any, Final, Generic, Literal, TypedDict, cast, get_args
 
 from typing_extensions import Unpack
 
@@ -18,6 +18,7 @@ from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
 from pgoutbox.options import (
+    CLOCK_TOLERANCE,
     check_available_at,
     check_delay,
     check_destination,
@@ -37,7 +38,7 @@ from pgoutbox.text import preview
 OnDuplicate = Literal["error", "ignore"]
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
-NOT_BOTH: Final = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
+KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key")
 
 
 class FanoutOptions(TypedDict, total=False):
@@ -53,7 +54,12 @@ class FanoutOptions(TypedDict, total=False):
 
 
 class MessageOptions(FanoutOptions, total=False):
-    """The options of a message at a call site."""
+    """The options of a message at a call site.
+
+    `delay` and `max_delay` (seconds or timedeltas) count on PostgreSQL's clock; give `delay` or `available_at`.
+    `available_at` and `expires_at` are datetimes with a time zone. With `on_duplicate="ignore"` a message with a known
+    `dedupe_key` and another payload is a duplicate, too; otherwise it is an error.
+    """
 
     destination: str | None
     coalesce_key: str | None
@@ -97,8 +103,34 @@ OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "headers": check_headers,
 }
 # An option, and the one that it needs.
-TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
+_TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
+# An option of a message, and the field of a topic that takes its place.
+REPLACED: Final[Mapping[str, str]] = {"available_at": "delay", "expires_at": "expires_after", "max_attempts": "retry"}
 _OF_MESSAGES: Final = frozenset(MessageOptions.__annotations__)
+
+
+def check_together(options: Mapping[str, Any]) -> None:
+    """Refuse checked options that exclude or lack each other."""
+    if "ordering_key" in options and "coalesce_key" in options:
+        raise _not_both_keys()
+    for name, needed in _TOGETHER:
+        if options.get(name, False) is not False and needed not in options:
+            raise ArgumentError(name, f"only together with {needed}")
+    available_at, delay, expires_at = options.get("available_at"), options.get("delay"), options.get("expires_at")
+    if available_at is not None and delay is not None:
+        raise ArgumentError("delay", "give delay or available_at, not both")
+    if expires_at is None:
+        return
+    if available_at is not None and expires_at <= available_at:
+        raise ArgumentError("expires_at", "must be later than available_at")
+    if delay is not None and expires_at < datetime.now(UTC) + timedelta(seconds=delay) - CLOCK_TOLERANCE:
+        raise ArgumentError("expires_at", "must be later than the end of the delay")
+
+
+def _not_both_keys() -> ArgumentError:
+    return ArgumentError(
+        "ordering_key", "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +193,7 @@ class Topic(Generic[P]):
 
     def _check_options(self) -> None:
         if self.ordering_key is not None and self.coalesce_key is not None:
-            raise ArgumentError("ordering_key", NOT_BOTH)
+            raise _not_both_keys()
         for name in OPTIONS:
             value = getattr(self, name, None)
             if value is not None and not callable(value):
@@ -170,12 +202,16 @@ class Topic(Generic[P]):
             raise ArgumentError("expires_after", "must be more than 0")
 
 
+def name_of(topic: str | Topic[Any]) -> str:
+    """Return the name of a topic that is given by its name or its definition."""
+    return topic.name if isinstance(topic, Topic) else topic
+
+
 @dataclass(slots=True, init=False)
 class NewMessage(Generic[P]):
     """A message to enqueue: topic, payload, and the options that the topic's definition leaves open.
 
-    `delay` (seconds or a timedelta) counts on PostgreSQL's clock; give it or `available_at`. Datetimes need a
-    time zone. `options` has those that are not None.
+    `options` are the `MessageOptions` that are not None.
 
         NewMessage("mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
     """

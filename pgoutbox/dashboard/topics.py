@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.dashboard.dashboard import Dashboard
     from pgoutbox.dashboard.types import Connection
-    from pgoutbox.enqueue.generators import Enqueued
+    from pgoutbox.enqueue.calls import Enqueued
     from pgoutbox.enqueue.validation import Draft
     from pgoutbox.operations import FailureGroup
     from pgoutbox.outbox import Outbox

@@ -1,6 +1,7 @@
 """Adapters for the caller's own connection: recognised without importing its package, never committed, never closed.
 
 An adapter knows whether a usable transaction is open on its kind of connection, and how to run one statement in it.
+The methods of all adapters are coroutines. Those of sync connections never wait, so `run` needs no event loop.
 SQLSTATE and the names in PostgreSQL's answer identify the errors of pgoutbox's functions. All other errors pass through
 unchanged.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -35,15 +36,8 @@ if TYPE_CHECKING:
     from sqlalchemy import orm
     from sqlalchemy.ext import asyncio as sqlalchemy_async
 
-Rows: TypeAlias = Sequence[Sequence[object]]
-
-
-class Call(NamedTuple):
-    """A statement, its parameters in the order of its `%s`, and whether it returns rows."""
-
-    statement: LiteralString
-    parameters: tuple[object, ...] = ()
-    has_rows: bool = True
+Rows: TypeAlias = Sequence[Sequence[Any]]
+R = TypeVar("R")
 
 
 @functools.cache
@@ -53,31 +47,29 @@ def numbered(statement: LiteralString) -> str:
     return re.sub("%s", lambda _: f"${next(numbers)}", statement)
 
 
-class SyncAdapter(Protocol):
-    """A sync connection of the caller."""
+class Adapter(Protocol):
+    """A connection of the caller."""
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         """Wait for the caller's earlier statements in a pipeline: pgoutbox must not handle their errors."""
         return  # Only psycopg has pipelines.
 
-    def in_transaction(self) -> bool:
+    async def in_transaction(self) -> bool:
         """Whether the next statement runs in a transaction. Raise `TransactionError` if it cannot run at all."""
         ...
 
-    def fetch(self, call: Call) -> Rows:
-        """Run one statement and return its rows, if it has any."""
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
+        """Run one statement, with the parameters in the order of its `%s`, and return its rows, if it has any."""
         ...
 
 
-class AsyncAdapter(Protocol):
-    """An async connection of the caller, with the same methods as `SyncAdapter`."""
-
-    async def settle(self) -> None:
-        return
-
-    async def in_transaction(self) -> bool: ...
-
-    async def fetch(self, call: Call) -> Rows: ...
+def run(call: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine on the adapter of a sync connection."""
+    try:
+        while True:
+            call.send(None)
+    except StopIteration as stop:
+        return cast("R", stop.value)
 
 
 class DjangoConnection(Protocol):
@@ -160,21 +152,21 @@ class Psycopg:
     def __init__(self, connection: psycopg.Connection[object]) -> None:
         self._connection = connection
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         if self._connection.info.pipeline_status != PipelineStatus.OFF:
             with self._connection.pipeline():
                 """Entering a pipeline within a pipeline synchronises the outer one."""
 
-    def in_transaction(self) -> bool:
+    async def in_transaction(self) -> bool:
         return _psycopg_in_transaction(self._connection)
 
-    def fetch(self, call: Call) -> Rows:
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
-            self.settle()
+            await self.settle()
         # The connection's own cursor factory may use other placeholders or row types.
         with translated_errors(), psycopg.Cursor(self._connection, row_factory=tuple_row) as cursor:
-            cursor.execute(call.statement, call.parameters)
-            return cursor.fetchall() if call.has_rows else []
+            cursor.execute(statement, parameters)
+            return cursor.fetchall() if has_rows else []
 
 
 class _AsyncPsycopg:
@@ -189,25 +181,25 @@ class _AsyncPsycopg:
     async def in_transaction(self) -> bool:
         return _psycopg_in_transaction(self._connection)
 
-    async def fetch(self, call: Call) -> Rows:
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
             await self.settle()
         with translated_errors():
             async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
-                await cursor.execute(call.statement, call.parameters)
-                return await cursor.fetchall() if call.has_rows else []
+                await cursor.execute(statement, parameters)
+                return await cursor.fetchall() if has_rows else []
 
 
 # --- SQLAlchemy -------------------------------------------------------------------------------------------------------
 
 
-class _SQLAlchemy(SyncAdapter):
+class _SQLAlchemy(Adapter):
     """The adapter of what `open_connection` returns: a session opens its connection when it is needed."""
 
     def __init__(self, open_connection: Callable[[], sqlalchemy.Connection]) -> None:
         self._open = open_connection
 
-    def in_transaction(self) -> bool:
+    async def in_transaction(self) -> bool:
         with translated_errors():
             connection = self._open()
             dialect = connection.dialect
@@ -220,12 +212,12 @@ class _SQLAlchemy(SyncAdapter):
                 raise _closed()
             return not getattr(connection.connection.dbapi_connection, "autocommit", False)
 
-    def fetch(self, call: Call) -> Rows:
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         with translated_errors():
             connection = self._open()
-            statement = numbered(call.statement) if connection.dialect.driver == "asyncpg" else call.statement
-            result = connection.exec_driver_sql(statement, call.parameters or None)
-            return cast("Rows", result.fetchall()) if call.has_rows else []
+            text = numbered(statement) if connection.dialect.driver == "asyncpg" else statement
+            result = connection.exec_driver_sql(text, parameters or None)
+            return cast("Rows", result.fetchall()) if has_rows else []
 
 
 def _of_connection(connection: sqlalchemy.Connection) -> _SQLAlchemy:
@@ -236,7 +228,7 @@ def _of_session(session: orm.Session) -> _SQLAlchemy:
     return _SQLAlchemy(session.connection)
 
 
-class _AsyncSQLAlchemy(AsyncAdapter):
+class _AsyncSQLAlchemy(Adapter):
     """Runs the sync adapter through SQLAlchemy's `run_sync`."""
 
     def __init__(
@@ -248,16 +240,21 @@ class _AsyncSQLAlchemy(AsyncAdapter):
         self._adapter = adapter
 
     async def in_transaction(self) -> bool:
-        return cast("bool", await self._run_sync(lambda inner: self._adapter(inner).in_transaction()))
+        return cast("bool", await self._run_sync(lambda inner: run(self._adapter(inner).in_transaction())))
 
-    async def fetch(self, call: Call) -> Rows:
-        return cast("Rows", await self._run_sync(lambda inner: self._adapter(inner).fetch(call)))
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
+        return cast(
+            "Rows",
+            await self._run_sync(
+                lambda inner: run(self._adapter(inner).fetch(statement, *parameters, has_rows=has_rows))
+            ),
+        )
 
 
 # --- asyncpg ----------------------------------------------------------------------------------------------------------
 
 
-class _Asyncpg(AsyncAdapter):
+class _Asyncpg(Adapter):
     def __init__(self, connection: AsyncpgConnection) -> None:
         self._connection = connection
 
@@ -273,19 +270,19 @@ class _Asyncpg(AsyncAdapter):
             raise _closed()
         return self._connection.is_in_transaction()
 
-    async def fetch(self, call: Call) -> Rows:
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:  # noqa: ARG002
         with translated_errors():
-            return await self._connection.fetch(numbered(call.statement), *call.parameters)
+            return await self._connection.fetch(numbered(statement), *parameters)
 
 
 # --- Django -----------------------------------------------------------------------------------------------------------
 
 
-class _Django(SyncAdapter):
+class _Django(Adapter):
     def __init__(self, connection: DjangoConnection) -> None:
         self._connection = connection
 
-    def in_transaction(self) -> bool:
+    async def in_transaction(self) -> bool:
         driver = cast("Any", self._connection).Database.__name__
         if driver != "psycopg":
             raise TypeError(f"Django's connection works on {driver}: pgoutbox takes PostgreSQL with psycopg 3")
@@ -293,11 +290,11 @@ class _Django(SyncAdapter):
             raise _aborted()
         return self._connection.in_atomic_block or not self._connection.get_autocommit()
 
-    def fetch(self, call: Call) -> Rows:
+    async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         try:
             with translated_errors(), self._connection.cursor() as cursor:
-                cursor.execute(call.statement, call.parameters)
-                return cursor.fetchall() if call.has_rows else []
+                cursor.execute(statement, parameters)
+                return cursor.fetchall() if has_rows else []
         except SchemaError as error:
             alias = cast("Any", self._connection).alias
             raise SchemaError(
@@ -306,7 +303,7 @@ class _Django(SyncAdapter):
             ) from error
 
 
-SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
+SYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
     "psycopg.Connection": Psycopg,
     "sqlalchemy.engine.base.Connection": _of_connection,
     "sqlalchemy.orm.session.Session": _of_session,
@@ -314,7 +311,7 @@ SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
     "django.db.backends.base.base.BaseDatabaseWrapper": _Django,
     "django.utils.connection.ConnectionProxy": _Django,
 }
-ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
+ASYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
     "psycopg.AsyncConnection": _AsyncPsycopg,
     "sqlalchemy.ext.asyncio.engine.AsyncConnection": lambda connection: _AsyncSQLAlchemy(connection, _of_connection),
     "sqlalchemy.ext.asyncio.session.AsyncSession": lambda session: _AsyncSQLAlchemy(session, _of_session),

@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from datetime import datetime
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final, cast
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 from pydantic_core import from_json
 
-from pgoutbox.clock import Duration
-from pgoutbox.database import sql
 from pgoutbox.encryption import decrypted, is_sealed
-from pgoutbox.enqueue.adapters import Call, Rows
-from pgoutbox.enqueue.generators import Steps, new_time_of, text_of, transaction
-from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Route, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError, StateError
 from pgoutbox.message import State, Transient
-from pgoutbox.options import MAX_ID, check_destination, check_name, check_owner, check_whole, if_given
+from pgoutbox.options import check_id, check_name, check_owner, check_whole, if_given
 from pgoutbox.text import preview
-from pgoutbox.topics import MessageOptions, NewMessage, Topic
+from pgoutbox.topics import KEYS, MessageOptions, NewMessage, Topic, name_of
 
 MAX_FOUND: Final = 1_000
-
-_KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key")
 
 
 class OwnedMessage(BaseModel):
@@ -94,30 +86,24 @@ def search_of(
         raise ArgumentError("topics", f"must be several topics, not {preview(topics)}; pass a list")
     if isinstance(states, str) or not states or not set(states) <= set(State):
         raise ArgumentError("states", f"must be some of {', '.join(State)}, not {preview(states)}")
-    names = None if topics is None else [topic.name if isinstance(topic, Topic) else topic for topic in topics]
+    names = None if topics is None else [check_name("topics", name_of(topic)) for topic in topics]
     return (
         check_owner("owner", owner),
-        None if message_id is None else check_whole("message_id", message_id, most=MAX_ID),
-        None if names is None else [check_name("topics", name) for name in names],
+        if_given(check_id, "message_id", message_id),
+        names,
         [State(state).value for state in states],
-        None if before_id is None else check_whole("before_id", before_id, most=MAX_ID),
+        if_given(check_id, "before_id", before_id),
         check_whole("limit", limit, most=MAX_FOUND),
     )
 
 
-def find_owned(search: tuple[object, ...], router: Router, *, payloads: bool) -> Steps[list[OwnedMessage]]:
-    """Return the messages of `search_of`, newest first."""
-    yield from transaction(required=False)
-    call = Call(sql.FIND_WITH_PAYLOADS, (*search, search[0])) if payloads else Call(sql.FIND, search)
-    rows = cast("Rows", (yield call))
-    found = [OwnedMessage.model_validate_json(text_of(cast("str", text))) for (text,) in rows]
-    return [_opened(message, router) if is_sealed(message.payload) else message for message in found]
-
-
-def _opened(message: OwnedMessage, router: Router) -> OwnedMessage:
-    """Return the message with its payload decrypted. The destination, which may be redacted, is not compared."""
+def opened(text: str | bytes, router: Router) -> OwnedMessage:
+    """Return a message of `sql.FIND`, decrypted. The destination, which may be redacted, is not compared."""
+    message = OwnedMessage.model_validate_json(text)
+    if not is_sealed(message.payload):
+        return message
     try:
-        sealed_for, text = decrypted(message.payload, router.keyring)
+        sealed_for, payload = decrypted(message.payload, router.keyring)
     except Transient:
         raise ConfigurationError(
             f"the payload of message {message.id} is encrypted: add its key to PGOUTBOX_ENCRYPTION_KEYS"
@@ -127,76 +113,25 @@ def _opened(message: OwnedMessage, router: Router) -> OwnedMessage:
             raise StateError(
                 f"the payload of message {message.id} was encrypted for another message: its {name} differs"
             )
-    return message.model_copy(update={"payload": from_json(text)})
+    return message.model_copy(update={"payload": from_json(payload)})
 
 
-class Edit(NamedTuple):
-    """The checked arguments of `edit`. None leaves a value as it is."""
-
-    message_id: int
-    owner: str
-    payload: object
-    destination: str | None
-    available_at: object
-    delay: object
-
-
-def edit_of(
-    message_id: int,
-    owner: str,
-    payload: object,
-    destination: str | None,
-    available_at: datetime | None,
-    delay: Duration | None,
-) -> Edit:
-    """Return the edit, if it changes something."""
-    if payload is None and destination is not None:
-        raise ArgumentError("destination", "give the payload, too: a new destination must not get the old one")
-    if payload is None and available_at is None and delay is None:
-        raise ArgumentError("payload", "give a payload, a due time, or both")
-    target_id, *time = new_time_of(message_id, available_at, delay)
-    return Edit(
-        cast("int", target_id),
-        check_owner("owner", owner),
-        payload,
-        if_given(check_destination, "destination", destination),
-        *time,
-    )
-
-
-def edit_owned(
-    edit: Edit, router: Router, serializer: Serializer | None, *, require_transaction: bool
-) -> Steps[EditResult]:
-    """Change the message. A new payload is checked by the definition of the message's topic, and encrypted by it."""
-    yield from transaction(required=require_transaction)
-    content: tuple[str | None, ...] = (None, None, None)
-    if edit.payload is not None:
-        search = search_of(edit.owner, edit.message_id, None, tuple(State), None, 1)
-        found = yield from find_owned(search, router, payloads=False)
-        if not found:
-            return EditResult.MISSING
-        content = _content_of(edit, found[0], router.route(found[0].topic, serializer))
-    payload, destination, sealed_for = content
-    ((result,),) = yield Call(
-        sql.EDIT, (edit.message_id, edit.owner, payload, destination, edit.available_at, edit.delay, sealed_for)
-    )
-    return EditResult(text_of(result))
-
-
-def _content_of(edit: Edit, found: OwnedMessage, route: Route) -> tuple[str, str | None, str | None]:
+def content_of(
+    found: OwnedMessage, owner: str, payload: object, destination: str | None, route: Route
+) -> tuple[str, str | None, str | None]:
     """Return the payload as JSON text, the destination to set, and the one for which the payload is encrypted."""
     topic = route.topic
     # An encrypted payload is bound to the keys and the destination of its message.
-    fixed = {name: getattr(found, name) for name in _KEYS} | {"owner": edit.owner}
+    fixed = {name: getattr(found, name) for name in KEYS} | {"owner": owner}
     options = {name: value for name, value in fixed.items() if getattr(topic, name) is None}
-    keeps_destination = edit.destination is None and topic.destination is None
+    keeps_destination = destination is None and topic.destination is None
     if not keeps_destination:
-        options["destination"] = edit.destination
+        options["destination"] = destination
     elif topic.encrypted:
         options["destination"] = found.destination
-    draft = prepare(NewMessage(found.topic, edit.payload, **cast("MessageOptions", options)), route)
-    for name in (*_KEYS, "owner"):
-        if draft.options.get(name) != fixed[name]:
+    draft = prepare(NewMessage(found.topic, payload, **cast("MessageOptions", options)), route)
+    for name, value in fixed.items():
+        if draft.options.get(name) != value:
             raise ArgumentError("payload", f"gives message {found.id} another {name}; cancel it and enqueue a new one")
     destination = draft.options.get("destination")
     if destination is None and found.destination is not None and not keeps_destination:

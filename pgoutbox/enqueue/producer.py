@@ -1,6 +1,6 @@
 """Producers: they write and cancel messages on a connection of the caller, as `Outbox.on` returns them.
 
-Each call is a generator of statements, which a `Producer` runs, and of which an `AsyncProducer` returns a coroutine.
+Each call is a coroutine, which a `Producer` runs and an `AsyncProducer` returns.
 Nothing here opens, commits or closes a connection.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Final, Generic, Literal, LiteralString, TypeAlias, TypeVar, overload
 
 from typing_extensions import Unpack
 
@@ -20,49 +20,46 @@ from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import (
     ASYNC_ADAPTERS,
     SYNC_ADAPTERS,
+    Adapter,
     Answer,
     ClosedError,
     answer_of,
     known_name,
     refusal,
+    run,
 )
-from pgoutbox.enqueue.generators import (
+from pgoutbox.enqueue.calls import (
     Cancelled,
     CancelResult,
     Enqueued,
     EnqueuedMany,
     RescheduleResult,
-    Steps,
     UnprotectedError,
-    arun,
-    cancel_each,
-    cancel_one,
+    due_time_of,
     in_savepoint,
     insert,
     insert_all,
     insert_fanout,
-    new_time_of,
-    reschedule_one,
-    run,
     target_of,
     targets_of,
-    transaction,
+    text_of,
 )
-from pgoutbox.enqueue.owned import EditResult, OwnedMessage, edit_of, edit_owned, find_owned, search_of
+from pgoutbox.enqueue.owned import EditResult, OwnedMessage, content_of, opened, search_of
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Draft, carrying, prepare, prepare_fanout
-from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError
+from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, TransactionError
 from pgoutbox.message import OWED, P, State
 from pgoutbox.observability.events import LogEvent
+from pgoutbox.options import check_destination, check_id, if_given
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import describe, one_line
-from pgoutbox.topics import FanoutOptions, MessageOptions, NewMessage, Recipient, Topic
+from pgoutbox.topics import KEYS, FanoutOptions, MessageOptions, NewMessage, Recipient, Topic, name_of
 
 _logger = logging.getLogger(__name__)
 
 # The names of a message in the log of a failed enqueue, besides its topic.
-_KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key", "owner")
+_NAMES: Final = (*KEYS, "owner")
 # What that log adds to an error of PostgreSQL.
 _NEXT_STEPS: Final[Mapping[str, str]] = {
     "40001": "; its key was used after this transaction's snapshot: repeat the whole transaction",
@@ -92,9 +89,10 @@ class EnqueueOptions(MessageOptions, total=False):
 class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, FindT, EditT]):
     """The calls of both kinds of producer. They differ in what a call returns: its result, or a coroutine of it."""
 
-    def __init__(self, router: Router, run_steps: Callable[[Steps[Any]], Any]) -> None:
+    def __init__(self, router: Router, adapter: Adapter, answer: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._router = router
-        self._run = run_steps
+        self._adapter = adapter
+        self._answer = answer
 
     @overload
     def enqueue(
@@ -130,13 +128,12 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         and `ordering_key` are delivered one after the other, in the order of their commits. For other messages the
         order is not guaranteed.
 
-        `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
-        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
-        JSON. With `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
+        A pydantic model is dumped as JSON; `serializer` is called with other values that are not JSON. With
+        `notify=False` the next poll finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
         Raises `ArgumentError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
-        dedupe key has another payload, unless `on_duplicate="ignore"`; `UnknownTopicError` from a strict outbox;
+        dedupe key has another payload, unless `MessageOptions` ignore that; `UnknownTopicError` from a strict outbox;
         `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
         sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character. The
         driver's own errors pass through. With `best_effort` all are logged instead, with the keys and the owner, rolled
@@ -149,16 +146,32 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
                 connection.execute("INSERT INTO account ...")
                 outbox.on(connection).enqueue("mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
         """
-        enqueued: EnqueuedT | MaybeT = self._run(
-            self._enqueue(
-                NewMessage(topic, payload, **options),
-                serializer,
-                notify=notify,
-                require_transaction=require_transaction,
-                best_effort=best_effort,
-            )
-        )
-        return enqueued
+
+        async def call() -> Enqueued | None:
+            # Best effort does not cover the caller's earlier statements.
+            await self._adapter.settle()
+            with self._router.producing(topic) as span:
+                known: NewMessage[P] | Draft = message
+                try:
+                    known = draft = prepare(carrying(message, span.context), self._router.route(topic, serializer))
+                    inside = await self._in_transaction(required=require_transaction)
+                    statement = sql.ENQUEUE_BEST_EFFORT if best_effort else sql.ENQUEUE
+                    write = partial(insert, self._adapter, draft, notify=notify, statement=statement)
+                    enqueued = await (in_savepoint(self._adapter, write) if best_effort and inside else write())
+                except UnprotectedError as unprotected:
+                    # The caller gets the same error as without best effort: the driver's error with the driver's cause.
+                    raise unprotected.error from unprotected.error.__cause__
+                except Exception as error:  # best effort: the caller continues after any error
+                    if not best_effort or isinstance(error, ClosedError):
+                        raise
+                    self._log_lost(known, error)
+                    return None
+                span.wrote([enqueued.id])
+                return enqueued
+
+        message = NewMessage(topic, payload, **options)
+        result: EnqueuedT | MaybeT = self._answer(call())
+        return result
 
     def enqueue_many(
         self,
@@ -179,14 +192,17 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
             outbox.on(connection).enqueue_many([NewMessage("search.index", {"id": n}) for n in changed])
         """
 
-        def steps() -> Steps[EnqueuedMany]:
+        async def call() -> EnqueuedMany:
             with self._router.producing(None) as span:
                 bulk = self._router.prepare_all(items, serializer, span.context)
-                enqueued = yield from insert_all(bulk, notify=notify, require_transaction=require_transaction)
+                if not bulk:
+                    return EnqueuedMany([])
+                await self._begin(require_transaction=require_transaction)
+                enqueued = await insert_all(self._adapter, bulk, notify=notify)
                 span.wrote(enqueued.ids)
-            return enqueued
+                return enqueued
 
-        many: ManyT = self._run(steps())
+        many: ManyT = self._answer(call())
         return many
 
     def enqueue_fanout(
@@ -212,15 +228,18 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
             outbox.on(connection).enqueue_fanout("newsletter", {"issue": 12}, addresses, content={"html": html})
         """
 
-        def steps() -> Steps[EnqueuedMany]:
+        async def call() -> EnqueuedMany:
             with self._router.producing(topic) as span:
                 message = carrying(NewMessage(topic, payload, **options), span.context)
                 fanout = prepare_fanout(message, self._router.route(topic, serializer), destinations, content)
-                enqueued = yield from insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
+                if not fanout.size:
+                    return EnqueuedMany([])
+                await self._begin(require_transaction=require_transaction)
+                enqueued = await insert_fanout(self._adapter, fanout, notify=notify)
                 span.wrote(enqueued.ids)
-            return enqueued
+                return enqueued
 
-        many: ManyT = self._run(steps())
+        many: ManyT = self._answer(call())
         return many
 
     def cancel(
@@ -241,8 +260,14 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
 
             outbox.on(connection).cancel(topic="mail.reminder", coalesce_key="event-7")
         """
-        target = target_of(message_id, topic, coalesce_key, dedupe_key)
-        result: CancelT = self._run(cancel_one(target, require_transaction=require_transaction))
+
+        async def call() -> CancelResult:
+            target = target_of(message_id, topic, coalesce_key, dedupe_key)
+            await self._begin(require_transaction=require_transaction)
+            rows = await self._adapter.fetch(sql.CANCEL, *target)
+            return CancelResult(rows[0][1]) if rows else CancelResult.MISSING
+
+        result: CancelT = self._answer(call())
         return result
 
     def cancel_all(
@@ -263,8 +288,14 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
             connection.execute("UPDATE account SET active = false WHERE id = 7")
             outbox.on(connection).cancel_all(owner="account-7")
         """
-        target = targets_of(owner, destination, topic)
-        cancelled: CancelledT = self._run(cancel_each(target, require_transaction=require_transaction))
+
+        async def call() -> list[Cancelled]:
+            target = targets_of(owner, destination, topic)
+            await self._begin(require_transaction=require_transaction)
+            rows = await self._adapter.fetch(sql.CANCEL_ALL, *target)
+            return [Cancelled(message_id, CancelResult(result)) for message_id, result in rows]
+
+        cancelled: CancelledT = self._answer(call())
         return cancelled
 
     def reschedule(
@@ -282,9 +313,15 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
 
             outbox.on(connection).reschedule(4711, delay=timedelta(hours=1))
         """
-        target = new_time_of(message_id, available_at, delay)
-        result: RescheduleT = self._run(reschedule_one(target, require_transaction=require_transaction))
-        return result
+
+        async def call() -> RescheduleResult:
+            target = (check_id("message_id", message_id), *due_time_of(available_at, delay))
+            await self._begin(require_transaction=require_transaction)
+            ((result,),) = await self._adapter.fetch(sql.RESCHEDULE_ONE, *target)
+            return RescheduleResult(result)
+
+        rescheduled: RescheduleT = self._answer(call())
+        return rescheduled
 
     def find(
         self,
@@ -310,8 +347,15 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
             for message in outbox.on(connection).find(owner="account-7", payloads=True):
                 print(message.available_at, message.payload["text"])
         """
-        search = search_of(owner, message_id, topics, states, before_id, limit)
-        found: FindT = self._run(find_owned(search, self._router, payloads=payloads))
+
+        async def call() -> list[OwnedMessage]:
+            search = search_of(owner, message_id, topics, states, before_id, limit)
+            await self._begin(require_transaction=False)
+            return await (
+                self._find(sql.FIND_WITH_PAYLOADS, *search, owner) if payloads else self._find(sql.FIND, *search)
+            )
+
+        found: FindT = self._answer(call())
         return found
 
     def edit(
@@ -337,44 +381,53 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
 
             outbox.on(connection).edit(4711, owner="account-7", payload={"text": "See you at 9"}, delay=3600)
         """
-        edit = edit_of(message_id, owner, payload, destination, available_at, delay)
-        result: EditT = self._run(edit_owned(edit, self._router, serializer, require_transaction=require_transaction))
-        return result
 
-    def _enqueue(
-        self,
-        message: NewMessage[P],
-        serializer: Serializer | None,
-        *,
-        notify: bool,
-        require_transaction: bool,
-        best_effort: bool,
-    ) -> Steps[Enqueued | None]:
-        with self._router.producing(message.topic) as span:
-            if span.context:
-                message = carrying(message, span.context)
-            known: NewMessage[P] | Draft = message
-            try:
-                known = draft = prepare(message, self._router.route(message.topic, serializer))
-                inside = yield from transaction(required=require_transaction)
-                write = insert(draft, notify=notify, statement=sql.ENQUEUE_BEST_EFFORT if best_effort else sql.ENQUEUE)
-                enqueued = yield from (in_savepoint(write) if best_effort and inside else write)
-            except UnprotectedError as unprotected:
-                # The caller gets the same error as without best effort: the driver's error with the driver's cause.
-                raise unprotected.error from unprotected.error.__cause__
-            except Exception as error:  # best effort: the caller continues after any error
-                if not best_effort or isinstance(error, ClosedError):
-                    raise
-                self._log_lost(known, error)
-                return None
-            span.wrote([enqueued.id])
-        return enqueued
+        async def call() -> EditResult:
+            if payload is None and destination is not None:
+                raise ArgumentError("destination", "give the payload, too: a new destination must not get the old one")
+            if payload is None and available_at is None and delay is None:
+                raise ArgumentError("payload", "give a payload, a due time, or both")
+            due_time = due_time_of(available_at, delay)
+            search = search_of(owner, check_id("message_id", message_id), None, tuple(State), None, 1)
+            if_given(check_destination, "destination", destination)
+            await self._begin(require_transaction=require_transaction)
+            content: tuple[str | None, ...] = (None, None, None)
+            if payload is not None:
+                found = await self._find(sql.FIND, *search)
+                if not found:
+                    return EditResult.MISSING
+                route = self._router.route(found[0].topic, serializer)
+                content = content_of(found[0], owner, payload, destination, route)
+            text, new_destination, sealed_for = content
+            change = (message_id, owner, text, new_destination, *due_time, sealed_for)
+            ((result,),) = await self._adapter.fetch(sql.EDIT, *change)
+            return EditResult(text_of(result))
+
+        edited: EditT = self._answer(call())
+        return edited
+
+    async def _begin(self, *, require_transaction: bool) -> None:
+        """Wait for the caller's earlier statements, and check the transaction."""
+        await self._adapter.settle()
+        await self._in_transaction(required=require_transaction)
+
+    async def _in_transaction(self, *, required: bool) -> bool:
+        inside = await self._adapter.in_transaction()
+        if required and not inside:
+            raise TransactionError(
+                "the connection commits each statement by itself: begin a transaction, or pass"
+                " require_transaction=False"
+            )
+        return inside
+
+    async def _find(self, statement: LiteralString, *search: object) -> list[OwnedMessage]:
+        return [opened(text, self._router) for (text,) in await self._adapter.fetch(statement, *search)]
 
     def _log_lost(self, message: NewMessage[Any] | Draft, error: Exception) -> None:
         """Log a message that a best-effort call could not enqueue, without parts of its payload."""
         answer = answer_of(error)
-        topic = message.topic.name if isinstance(message.topic, Topic) else str(message.topic)
-        keys = {name: one_line(str(value)) for name in _KEYS if (value := message.options.get(name)) is not None}
+        topic = str(name_of(message.topic))
+        keys = {name: one_line(str(value)) for name in _NAMES if (value := message.options.get(name)) is not None}
         error_type, sqlstate = type(error).__name__, None if answer is None else answer.sqlstate
         # The names of a payload's members may be values, so only the first part of a path is logged.
         field = re.split(r"[.\[]", error.field)[0] if isinstance(error, ArgumentError) else None
@@ -455,7 +508,7 @@ def producer_on(connection: object, router: Router) -> Producer | AsyncProducer:
     """Return the producer on a connection. Raise `TypeError` for an unknown kind of connection."""
     name = known_name(connection)
     if name in SYNC_ADAPTERS:
-        return Producer(router, partial(run, SYNC_ADAPTERS[name](connection)))
+        return Producer(router, SYNC_ADAPTERS[name](connection), run)
     if name in ASYNC_ADAPTERS:
-        return AsyncProducer(router, partial(arun, ASYNC_ADAPTERS[name](connection)))
+        return AsyncProducer(router, ASYNC_ADAPTERS[name](connection), lambda call: call)
     raise refusal(connection)

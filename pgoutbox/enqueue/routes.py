@@ -17,7 +17,7 @@ from pgoutbox.observability.tracing import UNTRACED, Producing, producing
 from pgoutbox.options import check_name
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS
 from pgoutbox.settings import Settings
-from pgoutbox.topics import NewMessage, Topic
+from pgoutbox.topics import NewMessage, Topic, name_of
 
 
 class HasSettings(Protocol):
@@ -55,7 +55,7 @@ class Router:
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
         """Return the topic's own definition, or the one registered under its name."""
-        name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
+        name = check_name("topic", name_of(topic))
         known = self._topics.get(name)
         if known is None and self._strict and name not in self._handlers:
             raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by this outbox")
@@ -93,7 +93,7 @@ class Router:
         """Open a span for enqueuing, if tracing is on."""
         if not self._traces:
             return UNTRACED
-        return producing(topic.name if isinstance(topic, Topic) else topic)
+        return producing(topic and name_of(topic))
 
     @cached_property
     def _traces(self) -> bool:

@@ -7,7 +7,6 @@ accepted payload comes back from PostgreSQL unchanged, except that a tuple comes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from pydantic_core import to_json as encode_json
@@ -16,20 +15,15 @@ from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.enqueue.payloads import Serializer, fit, to_json
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
-from pgoutbox.options import (
-    CLOCK_TOLERANCE,
-    MAX_HEADER_BYTES,
-    MAX_HEADER_COUNT,
-    check_destination,
-)
-from pgoutbox.topics import NOT_BOTH, OPTIONS, TOGETHER, MessageOptions, NewMessage, Recipient, Topic
+from pgoutbox.options import MAX_HEADER_BYTES, MAX_HEADER_COUNT, check_destination
+from pgoutbox.topics import KEYS, OPTIONS, REPLACED, MessageOptions, NewMessage, Recipient, Topic, check_together
 
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 # An array of `jsonb` has at most 268,435,455 bytes. A number takes up to six times as many as characters.
 KEYED_CHARACTERS: Final = 40_000_000
 
-_KEYS: Final = ("coalesce_key", "ordering_key", "dedupe_key")
+# The options that each destination of a fan-out can have of its own.
 _OWN_OPTIONS: Final = ("destination", "owner", "available_at", "delay", "headers")
 
 
@@ -88,65 +82,35 @@ def prepare(message: NewMessage[P], route: Route, *, is_fanout: bool = False) ->
     if topic.has_options or topic.encrypted or message.options:
         for name, value in _settled(topic, message, payload):
             options[name] = OPTIONS[name](name, value)
-        _check_together(options)
+        check_together(options)
         if topic.encrypted:
-            text = _seal(text, topic, options, route.keyring, max_payload_bytes, is_fanout=is_fanout)
+            text = _seal(text, route, options, is_fanout=is_fanout)
     return Draft(topic.name, text, options)
 
 
 def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[tuple[str, object]]:
     """Yield the options that are given. Options of the topic's definition must not be given again."""
-    for name, defined in (
-        ("available_at", topic.delay),
-        ("expires_at", topic.expires_after),
-        ("max_attempts", topic.retry),
-    ):
-        if defined is not None and name in message.options:
-            raise _owned(topic, name)
+    if topic.has_options:
+        for name in message.options:
+            _require_open(topic, name)
     for name in OPTIONS:
-        defined, value = getattr(topic, name, None), message.options.get(name)
-        if defined is not None and value is not None:
-            raise _owned(topic, name)
-        if defined is not None:
-            value = defined(payload) if callable(defined) else defined
+        value = getattr(topic, name, None)
+        if value is None:
+            value = message.options.get(name)
+        elif callable(value):
+            value = value(payload)
         if value is not None:
             yield name, value
 
 
-def _owned(topic: Topic[Any], field: str) -> ArgumentError:
-    return ArgumentError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+def _require_open(topic: Topic[Any], option: str) -> None:
+    """Refuse an option of a message that belongs to the definition of its topic."""
+    if getattr(topic, option, None) is not None or getattr(topic, REPLACED.get(option, option), None) is not None:
+        raise ArgumentError(option, f"belongs to the definition of topic {topic.name!r}; do not pass it")
 
 
-def _check_together(options: Mapping[str, Any]) -> None:
-    if "ordering_key" in options and "coalesce_key" in options:
-        raise ArgumentError("ordering_key", NOT_BOTH)
-    for name, needed in TOGETHER:
-        if options.get(name, False) is not False and needed not in options:
-            raise ArgumentError(name, f"only together with {needed}")
-    _check_times(options)
-
-
-def _check_times(options: Mapping[str, Any]) -> None:
-    available_at, delay, expires_at = options.get("available_at"), options.get("delay"), options.get("expires_at")
-    if available_at is not None and delay is not None:
-        raise ArgumentError("delay", "give delay or available_at, not both")
-    if expires_at is None:
-        return
-    if available_at is not None and expires_at <= available_at:
-        raise ArgumentError("expires_at", "must be later than available_at")
-    if delay is not None and expires_at < datetime.now(UTC) + timedelta(seconds=delay) - CLOCK_TOLERANCE:
-        raise ArgumentError("expires_at", "must be later than the end of the delay")
-
-
-def _seal(
-    text: str,
-    topic: Topic[Any],
-    options: Mapping[str, Any],
-    keyring: Keyring | None,
-    max_payload_bytes: int,
-    *,
-    is_fanout: bool,
-) -> str:
+def _seal(text: str, route: Route, options: Mapping[str, Any], *, is_fanout: bool) -> str:
+    topic, keyring = route.topic, route.keyring
     if keyring is None:
         raise ConfigurationError(f"topic {topic.name!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
     identity = Identity(
@@ -157,15 +121,16 @@ def _seal(
         options.get("ordering_key"),
     )
     sealed = keyring.seal(text, identity, dedupe_key=options.get("dedupe_key"))
-    _check_sealed("payload", sealed, max_payload_bytes)
-    return sealed
+    return _sized("payload", sealed, route)
 
 
-def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
-    if len(sealed) > max_bytes:
+def _sized(field: str, sealed: str, route: Route) -> str:
+    limit = route.max_payload_bytes
+    if len(sealed) > limit:
         raise ArgumentError(
-            field, f"has {len(sealed)} bytes encrypted, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+            field, f"has {len(sealed)} bytes encrypted, the limit is {limit} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
+    return sealed
 
 
 # --- fan-outs ---------------------------------------------------------------------------------------------------------
@@ -188,18 +153,16 @@ def prepare_fanout(
     Its messages have no keys: a topic with keys or a destination of its own is refused.
     """
     topic, _, max_payload_bytes, serializer, keyring = route
-    if topic.destination is not None:
-        raise _owned(topic, "destination")
+    _require_open(topic, "destination")
     draft = prepare(message, route, is_fanout=True)
-    for field in _KEYS:
+    for field in KEYS:
         if field in draft.options:
             raise ArgumentError(field, "the messages of a fan-out have no keys; use enqueue_many")
     if isinstance(destinations, (str, bytes)):
         raise ArgumentError("destinations", "must be several texts, not one")
     shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
     if topic.encrypted and keyring is not None:
-        shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
-        _check_sealed("content", shared, max_payload_bytes)
+        shared = _sized("content", keyring.seal(shared, Identity("content", topic.name), dedupe_key=None), route)
     parts = [_part_of(recipient, index, draft, route) for index, recipient in enumerate(destinations)]
     return Fanout(message_json(draft), f"[{','.join(parts)}]", None if content is None else shared, len(parts))
 
@@ -214,17 +177,16 @@ def _part_of(recipient: str | Recipient, index: int, common: Draft, route: Route
     text = None
     try:
         for name in own:
-            if getattr(topic, "delay" if name == "available_at" else name, None) is not None:
-                raise _owned(topic, name)
+            _require_open(topic, name)
         if recipient.payload is not None:
             payload = recipient.payload if topic.payload is None else fit(topic.payload, recipient.payload)
             text = to_json(payload, max_bytes=route.max_payload_bytes, serializer=route.serializer)
             if topic.owner is not None and (owner := topic.owner(payload)) is not None:
                 own["owner"] = owner
         options = {name: OPTIONS[name](name, value) for name, value in own.items()}
-        _check_times({"expires_at": common.options.get("expires_at"), **options})
+        check_together({name: common.options[name] for name in common.options.keys() - _OWN_OPTIONS} | options)
         if text is not None and topic.encrypted:
-            text = _seal(text, topic, common.options, route.keyring, route.max_payload_bytes, is_fanout=True)
+            text = _seal(text, route, common.options, is_fanout=True)
     except ArgumentError as error:
         raise ArgumentError(f"{place}.{error.field}", error.reason) from error.__cause__
     return _json_of(options, {} if text is None else {"payload": text})
@@ -245,7 +207,7 @@ class Bulk:
 
     def add(self, draft: Draft) -> None:
         """Append a message."""
-        if not draft.options.keys().isdisjoint(_KEYS):
+        if not draft.options.keys().isdisjoint(KEYS):
             self._keyed.append(len(self._texts))
         self._texts.append(message_json(draft))
 

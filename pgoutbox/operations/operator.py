@@ -31,8 +31,8 @@ from typing_extensions import Unpack
 from pgoutbox.clock import Duration
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
-from pgoutbox.enqueue.adapters import Psycopg
-from pgoutbox.enqueue.generators import Enqueued, insert, run
+from pgoutbox.enqueue.adapters import Psycopg, run
+from pgoutbox.enqueue.calls import Enqueued, insert
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
@@ -291,7 +291,7 @@ class Operator:
 
         def write() -> Enqueued:
             statement = sql.ENQUEUE_ACT if self._is_operator() else sql.ENQUEUE
-            return run(adapter, insert(draft, notify=True, statement=statement))
+            return run(insert(adapter, draft, notify=True, statement=statement))
 
         return self._announced(_Act(), write)
 

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from pgoutbox import ArgumentError, Outbox, Topic
 from pgoutbox.database import operator_connection
 from pgoutbox.encryption import SEALED, Identity, Keyring
-from pgoutbox.enqueue.generators import Enqueued
+from pgoutbox.enqueue.calls import Enqueued
 from pgoutbox.errors import ConfigurationError, DedupeConflictError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message

@@ -1,42 +1,36 @@
-"""Enqueue and cancel on the caller's connection, as generators that serve sync and async connections alike.
+"""What the calls of producers have in common: results, checks of arguments, and the coroutines that write messages.
 
-A generator yields its statements and receives their rows; `run` and `arun` run them on the connection. Nothing here
-commits, and only `in_savepoint` affects the caller's transaction beyond its own rows.
+Nothing here commits, and only `in_savepoint` affects the caller's transaction beyond its own rows.
 """
 
 from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, ClassVar, Final, LiteralString, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, ClassVar, LiteralString, NamedTuple, TypeVar, overload
 
 from pgoutbox.clock import Duration
 from pgoutbox.database import sql
-from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
+from pgoutbox.enqueue.adapters import Adapter, ItemRefusedError
 from pgoutbox.enqueue.validation import Bulk, Draft, Fanout
 from pgoutbox.errors import ArgumentError, TransactionError
 from pgoutbox.message import State
 from pgoutbox.options import (
-    MAX_ID,
     check_available_at,
     check_delay,
     check_destination,
+    check_id,
     check_key,
     check_name,
     check_owner,
-    check_whole,
     if_given,
 )
-from pgoutbox.topics import Topic
+from pgoutbox.topics import Topic, name_of
 
 R = TypeVar("R")
-
-_SAVEPOINT: Final = Call(sql.SAVEPOINT, has_rows=False)
-_RELEASE_SAVEPOINT: Final = Call(sql.RELEASE_SAVEPOINT, has_rows=False)
-_ROLL_BACK_TO_SAVEPOINT: Final = Call(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
 
 
 class Enqueued(NamedTuple):
@@ -123,61 +117,17 @@ class RescheduleResult(enum.StrEnum):
     LOCKED = "locked"
 
 
-class ConnectionQuery(enum.Enum):
-    """Requests of a generator to the connection, besides statements."""
+class Cancelled(NamedTuple):
+    """The effect of `cancel_all` on one message."""
 
-    IN_TRANSACTION = enum.auto()
-
-
-# A generator yields a statement and receives its rows, or yields a question and receives the answer.
-Steps: TypeAlias = Generator[Call | ConnectionQuery, Any, R]
+    id: int
+    result: CancelResult
 
 
-def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
-    """Run the generator on a sync connection. An error is raised at the statement that caused it."""
-    adapter.settle()
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step)
-            except BaseException as error:  # noqa: BLE001 - the step decides, and a cancelled one ends its span
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration as stop:
-        return cast("R", stop.value)
-
-
-async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
-    """Run the generator on an async connection. An error is raised at the statement that caused it."""
-    await adapter.settle()
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = await (adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step))
-            except BaseException as error:  # noqa: BLE001 - the step decides, and a cancelled one ends its span
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration as stop:
-        return cast("R", stop.value)
-
-
-def transaction(*, required: bool) -> Steps[bool]:
-    """Whether the next statement runs in a transaction. Raise `TransactionError` if it must and does not."""
-    inside = cast("bool", (yield ConnectionQuery.IN_TRANSACTION))
-    if required and not inside:
-        raise TransactionError(
-            "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
-        )
-    return inside
-
-
-def insert(draft: Draft, *, notify: bool, statement: LiteralString = sql.ENQUEUE) -> Steps[Enqueued]:
+async def insert(adapter: Adapter, draft: Draft, *, notify: bool, statement: LiteralString = sql.ENQUEUE) -> Enqueued:
     """Write one message by `sql.ENQUEUE`, or by another statement with the same parameters and columns."""
-    ((message_id, duplicate, state),) = yield Call(statement, (draft.topic, draft.payload, draft.options_json, notify))
+    parameters = (draft.topic, draft.payload, draft.options_json, notify)
+    ((message_id, duplicate, state),) = await adapter.fetch(statement, *parameters)
     return Enqueued(message_id, True, _state_of(state)) if duplicate else Enqueued(message_id, False)
 
 
@@ -190,16 +140,13 @@ def text_of(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-def insert_all(bulk: Bulk, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
+async def insert_all(adapter: Adapter, bulk: Bulk, *, notify: bool) -> EnqueuedMany:
     """Write many messages. The results are in the order of the messages."""
-    if not bulk:
-        return EnqueuedMany([])
-    yield from transaction(required=require_transaction)
     ids = [0] * len(bulk)
     duplicates: dict[int, State | None] = {}
     for positions, messages in bulk.chunks():
         try:
-            ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (messages, notify))
+            ((id_texts, duplicate_texts),) = await adapter.fetch(sql.ENQUEUE_MANY, messages, notify)
         except ItemRefusedError as error:
             raise ArgumentError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for position, id_text in zip(positions, text_of(id_texts).split(","), strict=True):
@@ -211,48 +158,17 @@ def insert_all(bulk: Bulk, *, notify: bool, require_transaction: bool) -> Steps[
     return EnqueuedMany(ids, duplicates)
 
 
-def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
-    """Write one message for each destination, in their order. Without destinations, run no statement."""
-    if not fanout.size:
-        return EnqueuedMany([])
-    yield from transaction(required=require_transaction)
+async def insert_fanout(adapter: Adapter, fanout: Fanout, *, notify: bool) -> EnqueuedMany:
+    """Write one message for each destination, in their order."""
     ids = [0] * fanout.size
     try:
-        rows = yield Call(sql.ENQUEUE_FANOUT, (fanout.message, fanout.destinations, fanout.content, notify))
+        rows = await adapter.fetch(sql.ENQUEUE_FANOUT, fanout.message, fanout.destinations, fanout.content, notify)
     except ItemRefusedError as error:
         field = "" if error.field == "destination" else f".{error.field}"
         raise ArgumentError(f"destinations[{error.index}]{field}", error.reason) from error.__cause__
     for index, message_id in rows:
         ids[index] = message_id
     return EnqueuedMany(ids)
-
-
-def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
-    """Cancel the message that `target_of` names."""
-    yield from transaction(required=require_transaction)
-    rows = cast("Rows", (yield Call(sql.CANCEL, target)))
-    return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
-
-
-class Cancelled(NamedTuple):
-    """The effect of `cancel_all` on one message."""
-
-    id: int
-    result: CancelResult
-
-
-def cancel_each(target: tuple[object, ...], *, require_transaction: bool) -> Steps[list[Cancelled]]:
-    """Cancel the messages that `targets_of` names."""
-    yield from transaction(required=require_transaction)
-    rows = cast("Rows", (yield Call(sql.CANCEL_ALL, target)))
-    return [Cancelled(cast("int", message_id), CancelResult(cast("str", result))) for message_id, result in rows]
-
-
-def reschedule_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[RescheduleResult]:
-    """Reschedule the message that `new_time_of` names."""
-    yield from transaction(required=require_transaction)
-    ((result,),) = yield Call(sql.RESCHEDULE_ONE, target)
-    return RescheduleResult(result)
 
 
 class UnprotectedError(Exception):
@@ -263,23 +179,23 @@ class UnprotectedError(Exception):
         self.error = error
 
 
-def in_savepoint(steps: Steps[R]) -> Steps[R]:
-    """Run the generator within a savepoint, and roll back on an error. Raise `UnprotectedError` if that fails too."""
+async def in_savepoint(adapter: Adapter, call: Callable[[], Awaitable[R]]) -> R:
+    """Make the call within a savepoint, and roll back on an error. Raise `UnprotectedError` if that fails too."""
     try:
-        yield _SAVEPOINT
+        await adapter.fetch(sql.SAVEPOINT, has_rows=False)
     except TransactionError:
         raise  # The transaction was aborted before, so a savepoint is useless.
     except Exception as error:
         raise UnprotectedError(error) from error
     try:
-        result = yield from steps
+        result = await call()
     except Exception as error:
         with _unprotected(error):
-            yield _ROLL_BACK_TO_SAVEPOINT
-            yield _RELEASE_SAVEPOINT
+            await adapter.fetch(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
+            await adapter.fetch(sql.RELEASE_SAVEPOINT, has_rows=False)
         raise
     with _unprotected():
-        yield _RELEASE_SAVEPOINT
+        await adapter.fetch(sql.RELEASE_SAVEPOINT, has_rows=False)
     return result
 
 
@@ -300,32 +216,27 @@ def target_of(
         raise ArgumentError(
             "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
         )
-    if message_id is not None:
-        return (check_whole("message_id", message_id, most=MAX_ID), None, None, None)
-    name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
-    if coalesce_key is not None:
-        return (None, name, check_key("coalesce_key", coalesce_key), None)
-    return (None, name, None, check_key("dedupe_key", dedupe_key))
+    return (
+        if_given(check_id, "message_id", message_id),
+        if_given(check_name, "topic", topic and name_of(topic)),
+        if_given(check_key, "coalesce_key", coalesce_key),
+        if_given(check_key, "dedupe_key", dedupe_key),
+    )
 
 
 def targets_of(owner: str | None, destination: str | None, topic: str | Topic[Any] | None) -> tuple[object, ...]:
     """Return the parameters of `sql.CANCEL_ALL`."""
     if (owner is None) == (destination is None):
         raise ArgumentError("owner", "give either an owner or a destination")
-    name = topic.name if isinstance(topic, Topic) else topic
     return (
         if_given(check_owner, "owner", owner),
         if_given(check_destination, "destination", destination),
-        if_given(check_name, "topic", name),
+        if_given(check_name, "topic", topic and name_of(topic)),
     )
 
 
-def new_time_of(message_id: int, available_at: datetime | None, delay: Duration | None) -> tuple[object, ...]:
-    """Return the parameters of `sql.RESCHEDULE_ONE`."""
+def due_time_of(available_at: datetime | None, delay: Duration | None) -> tuple[datetime | None, float | None]:
+    """Return the checked due time, which is given in at most one way."""
     if available_at is not None and delay is not None:
         raise ArgumentError("delay", "give delay or available_at, not both")
-    return (
-        check_whole("message_id", message_id, most=MAX_ID),
-        if_given(check_available_at, "available_at", available_at),
-        if_given(check_delay, "delay", delay),
-    )
+    return if_given(check_available_at, "available_at", available_at), if_given(check_delay, "delay", delay)
