@@ -37,7 +37,15 @@ _POOLER_TRIALS: Final = 3
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
 _NOT_HOME: Final = "OB001"  # Of pgoutbox._require_home.
-_FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
+# A server is full, or a standby that target_session_attrs refuses: until it is promoted, a failover leaves no other.
+_PASSING_REFUSALS: Final = (
+    "too many clients",
+    "too many connections",
+    "remaining connection slots",
+    "no more connections allowed",
+    "session is read-only",
+    "server is in hot standby mode",
+)
 
 
 class StrandedError(psycopg.OperationalError):
@@ -388,13 +396,13 @@ def is_lost_key(error: BaseException) -> bool:
 
 
 async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
-    """Whether a first connection failed because the server is down, starting or full, and not for a permanent reason.
+    """Whether a first connection failed because the server is down, starting, full or a standby: that may pass.
 
     A copy also counts: it may be adopted. Raises `ConfigurationError` if libpq refuses the value of an option.
 
     The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting, but
-    answers the same for a refusal of TLS. Only the text shows that it is full: in another language than English it
-    counts as a permanent refusal.
+    answers the same for a refusal of TLS. Only the text shows that it is full or a standby: in another language than
+    English it counts as a permanent refusal.
     """
     if not is_transient_error(error):
         return False
@@ -402,7 +410,7 @@ async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Set
         return True
     if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
         return True
-    if _says_full(error):
+    if _may_pass(error):
         return True
     if is_tls_refusal(str(error)):
         return False
@@ -417,7 +425,7 @@ async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Set
     try:
         connection, _ = await connect(dsn, settings, purpose="start")
     except psycopg.OperationalError as again:
-        return _says_full(again)
+        return _may_pass(again)
     await connection.close()
     return True
 
@@ -431,5 +439,5 @@ def _refused_option(conninfo: bytes) -> str:
         refused.finish()
 
 
-def _says_full(error: psycopg.OperationalError) -> bool:
-    return any(words in str(error) for words in _FULL)
+def _may_pass(error: psycopg.OperationalError) -> bool:
+    return any(words in str(error) for words in _PASSING_REFUSALS)

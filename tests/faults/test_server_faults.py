@@ -778,6 +778,17 @@ async def test_a_worker_treats_a_refusal_of_a_server_that_has_started_since_as_t
     assert await is_unreachable(refused.value, own_server.dsn, settings_for(own_server.dsn))
 
 
+async def test_a_worker_waits_for_the_promotion_of_a_standby(own_server: OwnServer) -> None:
+    """A worker that starts during a failover: its DSN has a server that is down, and a standby."""
+    with own_server.connect() as db:
+        db.execute("CREATE ROLE app LOGIN")
+        db.execute("ALTER ROLE app SET default_transaction_read_only = on")
+    dsn = f"host=/nowhere,{own_server.home} port=5432,5432 user=app dbname={DATABASE} target_session_attrs=read-write"
+    with pytest.raises(psycopg.OperationalError, match="session is read-only") as refused:
+        psycopg.connect(dsn)
+    assert await is_unreachable(refused.value, dsn, settings_for(dsn))
+
+
 async def test_a_worker_waits_for_a_pooler_that_goes_down_during_the_handshake_of_tls() -> None:
     def answer_the_question_for_tls(client: socket.socket) -> None:
         client.recv(8)
