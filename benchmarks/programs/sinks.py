@@ -15,7 +15,7 @@ from benchmarks.programs.lifeline import hold_lifeline, say
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _ANSWERS = {
-    b"EHLO": b"250-sink\r\n250-8BITMIME\r\n250 SIZE 10000000\r\n",
+    b"EHLO": b"250-sink\r\n250-PIPELINING\r\n250-8BITMIME\r\n250 SIZE 10000000\r\n",
     b"DATA": b"354 go on\r\n",
     b"QUIT": b"221 bye\r\n",
 }

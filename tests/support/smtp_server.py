@@ -185,13 +185,16 @@ class ScriptedServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not await self._answer(reader, writer, "connect", "connect", "220 mx.test ESMTP"):
             return
+        accepted_count = 0
         while line := await reader.readline():
             command = line.decode().rstrip("\r\n")
             self.commands.append(command)
             verb = command.partition(" ")[0].upper()
-            answer = await self._answer(reader, writer, command, verb, self._usual_answer(verb))
+            usual = self._usual_answer(verb) if accepted_count or verb != "DATA" else "503 5.5.1 no recipients"
+            answer = await self._answer(reader, writer, command, verb, usual)
             if not answer:
                 return
+            accepted_count = accepted_count + answer.startswith("25") if verb == "RCPT" else 0
             if verb == "STARTTLS" and answer.startswith("220") and self.tls_context is not None:
                 await writer.start_tls(self.tls_context)
             if verb == "DATA" and answer.startswith("354"):

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import re
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
 from pgoutbox.doctor import Finding, Level, examine
-from pgoutbox.message import State
+from pgoutbox.message import Permanent, Sent, State
+from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST, listening
 from tests.support.mail_servers import (
@@ -29,6 +31,7 @@ from tests.support.mail_servers import (
 )
 from tests.support.outbox_actions import attempts_of, enqueue, row_of, rows_of, running, settings_for
 from tests.support.ports import free_ports
+from tests.support.sends import closing, outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import mail_settings
 from tests.support.waiting import until
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     import psycopg
+
+    from pgoutbox.message import Outcome
 
 pytestmark = pytest.mark.slow
 
@@ -339,3 +344,57 @@ async def test_greylisting_by_exim_delays_each_email_and_holds_nothing(
     await worker.run_once()
     assert are_sent(db, ids)
     assert alerts(db) == []
+
+
+@dataclass
+class Turns:
+    """A relay to a mail server. `count` is how often the client has spoken after the server, on all connections."""
+
+    target_port: int
+    count: int = 0
+    connection_count: int = 0
+    _speaker: str = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connection_count += 1
+        far_reader, far_writer = await asyncio.open_connection(HOST, self.target_port)
+        try:
+            await asyncio.gather(self._pass(reader, far_writer, "client"), self._pass(far_reader, writer, "server"))
+        finally:
+            far_writer.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, speaker: str) -> None:
+        while piece := await reader.read(65_536):
+            self.count += speaker == "client" != self._speaker
+            self._speaker = speaker
+            writer.write(piece)
+        writer.close()
+
+
+@pytest.mark.parametrize("program", ["postfix", "exim"])
+async def test_an_email_takes_two_round_trips_and_a_refused_recipient_stops_it_for_all(
+    postfix: Postfix, exim: Exim, program: str
+) -> None:
+    turns = Turns(postfix.ports["plain"] if program == "postfix" else exim.port)
+    log = postfix.place / "log" if program == "postfix" else exim.place / "log-main"
+    async with listening(turns.serve) as port, closing(SmtpTransport) as make:
+        transport = make(settings_with(**mail_settings(port)))
+
+        async def turns_of(*addresses: str) -> tuple[type[Outcome], int]:
+            before = turns.count
+            outcome = await transport.send(outgoing(), Email(to=addresses, subject="Hello", text="Hi\n.\n"))
+            return type(outcome), turns.count - before
+
+        await turns_of("ada1@x.test")
+        assert await turns_of("ada2@x.test") == (Sent, 2)
+        assert await turns_of("ada3@x.test", "ada4@x.test") == (Sent, 3)
+        assert await turns_of("ada5@x.test", f"nobody@{LOCAL_DOMAIN}") == (Permanent, 2)  # The second one resets.
+        assert await turns_of(f"nobody@{LOCAL_DOMAIN}") == (Permanent, 2)
+        assert await turns_of("ada6@x.test") == (Sent, 2)
+        assert turns.connection_count == 1
+
+    def delivered() -> list[str]:
+        return re.findall(r"(?:to=<|=> \S+ <)(ada\d)@x\.test>.*(?:status=sent|R=all)", log.read_text())
+
+    await until(lambda: "ada6" in delivered() and len(delivered()) >= 5)
+    assert sorted(delivered()) == ["ada1", "ada2", "ada3", "ada4", "ada6"]

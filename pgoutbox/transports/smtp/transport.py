@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings, SmtpSettings
     from pgoutbox.transports import Content
+    from pgoutbox.transports.smtp.dialogue import Dialogue
 
 __all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
 
@@ -44,6 +45,7 @@ logger = getLogger("pgoutbox.transports.smtp")
 
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
+_DATA = b"DATA\r\n"
 _NAMED_REFUSAL_COUNT = 5
 # A server that does not relay refuses this address. It exists nowhere, by RFC 2606.
 _ELSEWHERE = "pgoutbox-doctor@example.com"
@@ -85,6 +87,7 @@ class SmtpTransport:
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(smtp.connections)
         self._ehlo_name = smtp.ehlo_name
+        self._is_pipelined = True
         self._breaker_key = f"smtp:{smtp.host}:{_port_of(smtp)}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -163,7 +166,11 @@ class SmtpTransport:
     async def _transact(self, connection: _Connection, mail: OutgoingMail) -> Outcome:
         """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
         try:
-            return await connection.deliver(await mail.pass_gate())
+            return await connection.deliver(await mail.pass_gate(), is_pipelined=self._is_pipelined)
+        except _Failure as failure:
+            if failure.step == "RCPT" and failure.is_silent:
+                self._is_pipelined = False  # Some servers offer PIPELINING, and lose all but the first command.
+            raise
         finally:
             if connection.is_ready:
                 connection.idle_since = asyncio.get_running_loop().time()
@@ -220,6 +227,7 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     text: str
     cause: Cause = Cause.CONNECTION
     unknown: bool = False
+    is_silent: bool = False
     recipients: Sequence[str] = ()
     """The recipients that may be at fault."""
 
@@ -273,14 +281,14 @@ class _Connection:
             start_tls=False,
             tls_context=tls_context,
         )
-        self._transport: asyncio.BaseTransport | None = None
+        self._dialogue: Dialogue  # From `open` on.
         self.is_ready = False
         self.idle_since = 0.0
 
     @property
     def is_open(self) -> bool:
-        """False after this side has seen the connection break. Then the server's extensions are unknown."""
-        return self._client.is_connected
+        """Whether the connection is open, and the server has sent nothing since the last reply."""
+        return self._dialogue.is_open
 
     @property
     def ehlo_name(self) -> str | None:
@@ -288,6 +296,8 @@ class _Connection:
 
     async def open(self) -> None:
         """Greet, encrypt as configured, authenticate. Raises `_Failure`."""
+        from pgoutbox.transports.smtp.dialogue import Dialogue
+
         with self._step("connect"):
             await self._client.connect()
         with self._step("EHLO"):
@@ -300,8 +310,9 @@ class _Connection:
                 await self._client.starttls()
             with self._step("EHLO"):
                 await self._client.ehlo()
-        self._transport = self._client.transport
         await self._authenticate()
+        with self._step("connect"):
+            self._dialogue = Dialogue(self._client.transport)
         self.is_ready = True
 
     async def _authenticate(self) -> None:
@@ -318,8 +329,11 @@ class _Connection:
         with self._step("AUTH", hide=_spellings(username, secret)):
             await self._client.login(username, secret)
 
-    async def deliver(self, mail: RenderedEmail) -> Outcome:
-        """Run one mail transaction. Raises `_Failure`; nothing was handed over unless it says "outcome unknown"."""
+    async def deliver(self, mail: RenderedEmail, *, is_pipelined: bool) -> Outcome:
+        """Run one mail transaction. Raises `_Failure`; nothing was handed over unless it says "outcome unknown".
+
+        The commands go in one write if the server offers PIPELINING. The content waits until it accepts all recipients.
+        """
         if mail.smtputf8_problem is not None and not self._client.supports_extension("smtputf8"):
             return Permanent(f"{mail.smtputf8_problem}, and the server does not offer SMTPUTF8")
         if mail.is_8bit and not self._client.supports_extension("8bitmime"):
@@ -328,8 +342,13 @@ class _Connection:
                 "as base64 or quoted-printable"
             )
         self.is_ready = False
+        first = self._mail_command(mail)
+        if is_pipelined and self._client.supports_extension("pipelining"):
+            # Of several recipients some may be refused. Then DATA would begin an e-mail to the others.
+            last = [_DATA] if len(mail.recipients) == 1 else []
+            self._dialogue.send_ahead([first, *map(_rcpt_command, mail.recipients), *last])
         try:
-            await self._mail(mail)
+            await self._mail(mail.sender, first)
             await self._rcpt(mail)
             await self._data(mail)
         except _Failure as failure:
@@ -340,20 +359,15 @@ class _Connection:
         self.is_ready = True
         return Sent()
 
-    async def _mail(self, mail: RenderedEmail) -> None:
-        options = []
-        if self._client.supports_extension("size"):
-            options.append(f"SIZE={len(mail.content)}")
-        if mail.is_8bit or mail.smtputf8_problem is not None:
-            options.append("BODY=8BITMIME")
-        if mail.smtputf8_problem is not None:
-            options.append("SMTPUTF8")
-        await self._offer(mail.sender, options)
+    def _mail_command(self, mail: RenderedEmail) -> bytes:
+        size = f" SIZE={len(mail.content)}" if self._client.supports_extension("size") else ""
+        body = " BODY=8BITMIME" if mail.is_8bit or mail.smtputf8_problem is not None else ""
+        utf8 = " SMTPUTF8" if mail.smtputf8_problem is not None else ""
+        return f"MAIL FROM:<{mail.sender}>{size}{body}{utf8}\r\n".encode()
 
-    async def _offer(self, sender: str, options: Sequence[str] = ()) -> None:
-        """Name the sender of an e-mail."""
+    async def _mail(self, sender: str, command: bytes) -> None:
         with self._step("MAIL", sender=sender):
-            await self._client.mail(sender, options=options, encoding="utf-8")
+            await self._ask(command, 250)
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
@@ -375,7 +389,7 @@ class _Connection:
             is_first = number == len(refusals)
             try:
                 with self._step("RCPT", sender=sender, recipient=recipient, has_accepted_others=not is_first):
-                    await self._client.rcpt(recipient, encoding="utf-8")
+                    await self._ask(_rcpt_command(recipient), 250, 251)
             except _Failure as failure:
                 if failure.ends_connection:
                     raise
@@ -387,7 +401,7 @@ class _Connection:
 
         A refusal of the other address counts only if it would hold every e-mail: nobody reads there.
         """
-        await self._offer(sender)
+        await self._mail(sender, f"MAIL FROM:<{sender}>\r\n".encode())
         refusals = await self._refusals(sender, (sender, _ELSEWHERE))
         await self._reset()
         if [refusal.cause for refusal in refusals.values()] == [Cause.UNCLEAR, Cause.UNCLEAR]:
@@ -404,7 +418,8 @@ class _Connection:
         seconds = self._settings.timeout_seconds + len(mail.content) // SLOWEST_BYTES_PER_SECOND
         try:
             with self._step("DATA", sender=mail.sender, seconds=seconds):
-                await self._client.data(mail.content, timeout=seconds)
+                await self._ask(_DATA, 354, seconds=seconds)
+                await self._ask(_with_its_end(mail.content), 250, seconds=seconds)
         except _Failure as failure:
             if failure.code is not None:
                 raise replace(failure, recipients=mail.recipients) from failure
@@ -414,24 +429,29 @@ class _Connection:
     async def _reset(self) -> None:
         with suppress(_Failure):
             with self._step("RSET"):
-                await self._client.rset()
+                while self._dialogue.outstanding_count:
+                    code, _ = await self._dialogue.reply(self._settings.timeout_seconds)
+                    if code == 354:
+                        return  # The server wants the content. A dot alone could send an empty e-mail.
+                await self._ask(b"RSET\r\n", 250)
             self.is_ready = True
+
+    async def _ask(self, command: bytes, *expected: int, seconds: float | None = None) -> None:
+        await self._dialogue.ask(command, *expected, seconds=seconds or self._settings.timeout_seconds)
 
     async def quit(self) -> None:
         """Send QUIT, wait for a short time, and close the connection."""
         try:
             with suppress(_Failure), self._step("QUIT"):
-                await self._client.quit(timeout=_QUIT_SECONDS)
+                await self._ask(b"QUIT\r\n", 221, seconds=_QUIT_SECONDS)
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Close at once, without flushing unwritten data: half a message must not become a whole one."""
         self.is_ready = False
-        # aiosmtplib drops its transport when it closes it, but goes on writing; so the transport is kept here.
-        transport = self._transport or self._client.transport
-        if transport is not None:
-            cast("asyncio.WriteTransport", transport).abort()
+        if self._client.transport is not None:
+            cast("asyncio.WriteTransport", self._client.transport).abort()
         self._client.close()
 
     @contextmanager
@@ -458,7 +478,7 @@ class _Connection:
             raise _Failure(step, code, f"{where}: {error.code} {reply}".rstrip(), cause) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
             text = f"{where}: no answer within {seconds or self._settings.timeout_seconds:g} s"
-            raise _Failure(step, None, text) from error
+            raise _Failure(step, None, text, is_silent=True) from error
         except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
             # A server that restarts refuses connections too: the probe finds it.
             reason = error.__cause__ or error
@@ -466,6 +486,16 @@ class _Connection:
             needs_repair = is_unconnected or isinstance(reason, ssl.SSLCertVerificationError)
             cause = Cause.SERVER if needs_repair else Cause.CONNECTION
             raise _Failure(step, None, f"{where}: {one_line(str(error), hide=hide)}", cause) from error
+
+
+def _rcpt_command(recipient: str) -> bytes:
+    return f"RCPT TO:<{recipient}>\r\n".encode()
+
+
+def _with_its_end(content: bytes) -> bytes:
+    """Add the dot that ends the content, and another one to each line that begins with one."""
+    stuffed = content.replace(b"\r\n.", b"\r\n..")
+    return (b"." if content.startswith(b".") else b"") + stuffed + b".\r\n"
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:
