@@ -7,12 +7,11 @@ too.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -63,38 +62,28 @@ class Connection(psycopg.Connection[Row]):
 
     def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:
         """Wait for the server, up to the limit."""
-        if self.answer_seconds is not None:
-            gen = self._limited(gen, self.answer_seconds)
+        gen = _limited(self, gen, self.answer_seconds)
         return super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout)
-
-    def _limited(self, gen: PQGen[RV], seconds: float) -> PQGen[RV]:
-        ends_at = time.monotonic() + seconds
-        try:
-            wanted = next(gen)
-            while True:
-                ready = yield wanted
-                # The driver resumes this generator at each interval, with nothing ready if no data has arrived.
-                if not ready and time.monotonic() > ends_at:
-                    self.pgconn.finish()
-                    raise _no_answer_within(seconds)
-                wanted = gen.send(ready)
-        except StopIteration as end:
-            answer: RV = end.value
-            return answer
 
 
 class AsyncConnection(psycopg.AsyncConnection[Row]):
-    """The same connection for an event loop."""
+    """The same connection for an event loop.
+
+    `asyncio.timeout` would cancel the task. Then the driver would first ask the server to cancel the statement, and
+    wait for that for up to ten seconds more, on the same dead network.
+    """
 
     answer_seconds: float | None = None
 
     async def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:  # noqa: ASYNC109 - the driver's signature
         """Wait for the server, up to the limit."""
-        limit = contextlib.nullcontext() if self.answer_seconds is None else deadline(self, self.answer_seconds)
-        with limit:
-            if timeout is None:
-                return await super().wait(gen, interval)
-            return await super().wait(gen, interval, timeout)
+        gen = _limited(self, gen, self.answer_seconds)
+        try:
+            return await (super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout))
+        except psycopg.OperationalError as error:
+            if isinstance(error.__cause__, AnswerTimeoutError):
+                raise error.__cause__ from None  # The driver took it for an error of the socket.
+            raise
 
 
 class LentConnection(Connection[Row]):
@@ -167,29 +156,23 @@ async def connect_async(
     return connection
 
 
-@contextlib.contextmanager
-def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> Iterator[None]:
-    """Break the connection when the time is up, so that the waiting statement fails with `AnswerTimeoutError`.
-
-    If the task were cancelled instead, as by `asyncio.timeout`, the driver would first ask the server to cancel the
-    statement. It would wait for that for up to ten seconds more, on the same dead network.
-    """
-    is_over = False
-
-    def end() -> None:
-        nonlocal is_over
-        is_over = True
-        break_socket(connection)
-
-    timer = asyncio.get_running_loop().call_later(seconds, end)
+def _limited(
+    connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], gen: PQGen[RV], seconds: float | None
+) -> PQGen[RV]:
+    """Do what the driver waits for, and break the connection when the time is up."""
+    ends_at = math.inf if seconds is None else time.monotonic() + seconds
     try:
-        yield
-    except psycopg.Error as error:
-        if is_over:
-            raise _no_answer_within(seconds) from error
-        raise
-    finally:
-        timer.cancel()
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            # The driver resumes this generator at each interval, with nothing ready if no data has arrived.
+            if not ready and time.monotonic() > ends_at:
+                connection.pgconn.finish()
+                raise AnswerTimeoutError(f"no answer within {seconds:g} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        answer: RV = end.value
+        return answer
 
 
 def break_socket(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
@@ -198,7 +181,3 @@ def break_socket(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[A
         # libpq keeps the socket itself, and reads its end.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
             broken.shutdown(socket.SHUT_RDWR)
-
-
-def _no_answer_within(seconds: float) -> AnswerTimeoutError:
-    return AnswerTimeoutError(f"no answer within {seconds:g} s")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import LiteralString
 
 import psycopg
-from psycopg import abc, pq
+from psycopg import abc, generators, pq
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
 from psycopg.rows import TupleRow
@@ -37,6 +37,11 @@ class Pipeline:
         # Like a cursor's transformer, it caches the types of values.
         self._transformer: abc.Transformer = Transformer(connection)
         self._names: dict[tuple[bytes, Sequence[int]], bytes] | None = {} if prepares else None
+
+    async def run(self, statements: bytes) -> None:
+        """Run statements without parameters and rows, in one message. Raises the error of the first refused one."""
+        self._connection.pgconn.send_query(statements)
+        self._check(await self._connection.wait(generators.execute(self._connection.pgconn)))
 
     async def fetch(
         self, steps: Sequence[Step], *, index: int, finally_run: LiteralString | None = None
@@ -66,18 +71,12 @@ class Pipeline:
         if finally_run is not None:
             pgconn.send_query_params(finally_run.encode(), None)
             pgconn.pipeline_sync()
-        results: list[pq.abc.PGresult] = []
-        encoding = self._connection.info.encoding
-        try:
-            await self._connection.wait(_receive(pgconn, results))
-        except psycopg.OperationalError:
-            _check(results, encoding)  # The server may have sent the reason for the end of the session.
-            raise
+        results = await self._receive()
         if finally_run is not None:
             await self._receive_apart()
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
-        _check(results, encoding)
+        self._check(results)
         if self._names is not None:
             self._names.update(new_names)
         return self._rows_of(results[result_index])
@@ -108,16 +107,10 @@ class Pipeline:
             places.append(count)
             count += 1
         pgconn.pipeline_sync()
-        results: list[pq.abc.PGresult] = []
-        encoding = self._connection.info.encoding
-        try:
-            await self._connection.wait(_receive(pgconn, results))
-        except psycopg.OperationalError:
-            _check(results, encoding)
-            raise
+        results = await self._receive()
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
-        _check(results, encoding)
+        self._check(results)
         if self._names is not None:
             self._names.update(new_names)
         return [self._rows_of(results[place]) for place in places]
@@ -130,18 +123,32 @@ class Pipeline:
         self._transformer.set_pgresult(None)
         return rows
 
-    async def _receive_apart(self) -> None:
+    async def _receive(self) -> list[pq.abc.PGresult]:
         results: list[pq.abc.PGresult] = []
         try:
             await self._connection.wait(_receive(self._connection.pgconn, results))
-            _check(results, self._connection.info.encoding)
+        except psycopg.OperationalError:
+            self._check(results)  # The server may have sent the reason for the end of the session.
+            raise
+        return results
+
+    async def _receive_apart(self) -> None:
+        try:
+            self._check(await self._receive())
         except psycopg.Error:
             self._connection.pgconn.finish()
+
+    def _check(self, results: Sequence[pq.abc.PGresult]) -> None:
+        for result in results:
+            if result.status in _REFUSED:
+                raise error_from_result(result, encoding=self._connection.info.encoding)
 
     def _adapted(
         self, statement: LiteralString, parameters: Mapping[str, object]
     ) -> tuple[bytes, Sequence[pq.abc.Buffer | None], Sequence[int], Sequence[pq.Format]]:
         text, names = _numbered(statement)
+        if not names:
+            return text, (), (), ()
         transformer = self._transformer
         values = transformer.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
         return text, values, tuple(transformer.types or ()), tuple(transformer.formats or ())
@@ -176,9 +183,3 @@ def _receive(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> abc.PQGen
             results.append(result)
         elif pgconn.status == pq.ConnStatus.BAD:
             raise psycopg.OperationalError("the connection is lost")
-
-
-def _check(results: Sequence[pq.abc.PGresult], encoding: str) -> None:
-    for result in results:
-        if result.status in _REFUSED:
-            raise error_from_result(result, encoding=encoding)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.database.worker_connection import WorkerConnection, connect
@@ -213,14 +212,15 @@ class Store:
         ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
-    async def forgotten_topics(self) -> frozenset[str]:
+    async def forgotten_topics(self, *, within_seconds: float | None = None) -> frozenset[str]:
         """Return the topics of rules that delete sent messages at once, as of the last half minute; `*` is all topics.
 
         They are read only to finish: an idle worker does not query them. Raises the error of a database that does not
-        answer.
+        answer, and `TimeoutError` if it does not answer within this time.
         """
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-            async with self._retention_turn:  # Concurrent callers share one query.
+            # Concurrent callers share one query.
+            async with asyncio.timeout(within_seconds), self._retention_turn:
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
                     # A cancelled query would close the connection, which all claims use.
                     await asyncio.shield(self._read_forgotten_topics())
@@ -262,11 +262,10 @@ async def check_server(settings: Settings) -> None:
     """
     connection, _ = await connect(settings.require_dsn(), settings, purpose="start")
     async with connection:
-        with deadline(connection, settings.connect_timeout_seconds):
-            (facts,) = await (await connection.execute(sql.SERVER_FACTS, prepare=False)).fetchall()
-            judge_server(ServerFacts._make(facts), writes=True)
-            ((found,),) = await (await connection.execute(sql.SCHEMA_VERSION, prepare=False)).fetchall()
-            judge_schema(found)
+        (facts,) = await (await connection.execute(sql.SERVER_FACTS, prepare=False)).fetchall()
+        judge_server(ServerFacts._make(facts), writes=True)
+        ((found,),) = await (await connection.execute(sql.SCHEMA_VERSION, prepare=False)).fetchall()
+        judge_schema(found)
 
 
 async def watch(

@@ -20,7 +20,6 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import connections, sql
-from pgoutbox.database.connections import deadline
 from pgoutbox.database.round_trip import Pipeline, Step
 from pgoutbox.database.server import is_tls_refusal
 from pgoutbox.errors import ConfigurationError, SchemaError
@@ -121,10 +120,9 @@ class WorkerConnection:
         async with self._turn:
             connection = await self._open()
             try:
-                with deadline(connection, self._deadline_seconds):
-                    if self._stranded_pid is not None:
-                        await self._end_stranded(self._stranded_pid)
-                    return await self._fetch_in_one_trip((statement, parameters), first)
+                if self._stranded_pid is not None:
+                    await self._end_stranded(self._stranded_pid)
+                return await self._fetch_in_one_trip((statement, parameters), first)
             except BaseException as error:
                 if not _keeps(connection, error):
                     await self._replace()
@@ -135,14 +133,13 @@ class WorkerConnection:
         async with self._turn:
             connection = await self._open()
             try:
-                with deadline(connection, self._deadline_seconds):
-                    if self._stranded_pid is not None:
-                        await self._end_stranded(self._stranded_pid)
-                    if not self._pooled:
-                        return await self._trips.fetch_each(steps)
-                    prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
-                    with refusing_copies():
-                        return (await self._trips.fetch_each([prepare, *steps]))[1:]
+                if self._stranded_pid is not None:
+                    await self._end_stranded(self._stranded_pid)
+                if not self._pooled:
+                    return await self._trips.fetch_each(steps)
+                prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
+                with refusing_copies():
+                    return (await self._trips.fetch_each([prepare, *steps]))[1:]
             except BaseException as error:
                 if not _keeps(connection, error):
                     await self._replace()
@@ -208,6 +205,7 @@ class WorkerConnection:
                 other._give_up()
             raise
         connection = session.connection
+        connection.answer_seconds = self._deadline_seconds
         self._pooled = session.is_pooled
         self._trips = Pipeline(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
@@ -285,18 +283,19 @@ async def connect(
     purpose: str,
     kind: type[connections.AsyncConnection[TupleRow]] = connections.AsyncConnection,
 ) -> tuple[connections.AsyncConnection[TupleRow], bool]:
-    """Open an autocommit connection; also return whether it leads to the server directly.
+    """Open an autocommit connection, with the limit of a connect for each answer.
 
+    Also return whether it leads to the server directly.
     A pooler gives its clients an invented process number. It may give each transaction another session: then a
     session's settings, prepared statements and LISTEN are lost, or other clients get them.
     """
+    seconds = settings.connect_timeout_seconds
     connection = await connections.connect_async(
-        dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None, kind=kind
+        dsn, purpose=purpose, connect_timeout_seconds=seconds, answer_seconds=seconds, kind=kind
     )
     try:
-        with deadline(connection, settings.connect_timeout_seconds):
-            cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
-            ((pid,),) = await cursor.fetchall()
+        cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
+        ((pid,),) = await cursor.fetchall()
     except BaseException:
         await connection.close()
         raise
@@ -313,12 +312,11 @@ async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str,
     except (psycopg.OperationalError, OSError):
         return False
     try:
-        with deadline(connection, settings.connect_timeout_seconds):
-            pids: list[set[int]] = [set(), set()]
-            for _ in range(_POOLER_TRIALS):
-                for mine, met in zip((connection, other), pids, strict=True):
-                    cursor = await mine.execute(sql.BACKEND_PID, prepare=False)
-                    met.update(pid for (pid,) in await cursor.fetchall())
+        pids: list[set[int]] = [set(), set()]
+        for _ in range(_POOLER_TRIALS):
+            for mine, met in zip((connection, other), pids, strict=True):
+                cursor = await mine.execute(sql.BACKEND_PID, prepare=False)
+                met.update(pid for (pid,) in await cursor.fetchall())
     finally:
         await other.close()
     return len(pids[0]) == len(pids[1]) == 1 and pids[0] != pids[1]
@@ -334,7 +332,7 @@ async def prepare_session(
     if prepare is None:
         connection.prepare_threshold = 1
     try:
-        with deadline(connection, settings.connect_timeout_seconds), refusing_copies():
+        with refusing_copies():
             await connection.execute(prepare or sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
     except BaseException:
         await connection.close()

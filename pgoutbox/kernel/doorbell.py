@@ -48,11 +48,12 @@ class Surroundings:
     """What the doorbell needs from the rest of a worker."""
 
     connect: Callable[[], Awaitable[Connection | None]]
-    """Open a connection that keeps its session; None if there is a pooler that does not."""
+    """Open a connection that keeps its session, and breaks if the server does not answer in time.
+
+    None if there is a pooler that does not.
+    """
     may_pass: Callable[[psycopg.Error | OSError], Awaitable[bool]]
     """Whether a later attempt to connect may succeed."""
-    limited: Callable[[Connection], contextlib.AbstractContextManager[None]]
-    """Break the connection if the server does not answer in time."""
     want: Callable[[str | None], None]
     """Claim from this queue, or from all."""
     wake: Callable[[], None]
@@ -234,10 +235,9 @@ class Doorbell:
             return None
         self._stop_reading()  # A statement reads the socket itself, and event loops allow one reader for each socket.
         try:
-            with self._around.limited(connection):
-                async with connection.pipeline():
-                    cursors = [await connection.execute(*step) for step in steps]
-                rows = [await one.fetchall() if one.description is not None else [] for one in cursors]
+            async with connection.pipeline():
+                cursors = [await connection.execute(*step) for step in steps]
+            rows = [await one.fetchall() if one.description is not None else [] for one in cursors]
         except psycopg.errors.ProgramLimitExceeded:
             return None  # The server has no room for notifications. The session keeps its locks as they are.
         except (psycopg.Error, OSError) as error:
@@ -258,8 +258,7 @@ class Doorbell:
             lambda notify: self._receive(connection, notify.pid, notify.channel, notify.payload)
         )
         try:
-            with self._around.limited(connection):
-                await connection.execute("LISTEN pgoutbox_idle", prepare=False)
+            await connection.execute("LISTEN pgoutbox_idle", prepare=False)
         except BaseException:
             await connection.close()
             raise
@@ -276,9 +275,8 @@ class Doorbell:
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 if not connection.closed:
-                    with self._around.limited(connection):
-                        # The session of a pooler stays, and a server logs an error when it notifies a closed one.
-                        await connection.execute("UNLISTEN *", prepare=False)
+                    # The session of a pooler stays, and a server logs an error when it notifies a closed one.
+                    await connection.execute("UNLISTEN *", prepare=False)
                 await connection.close()
 
     def _lose(self, error: BaseException) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final
 
 import psycopg
 
-from pgoutbox.database.connections import deadline
 from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_session, prepare_session
 from pgoutbox.kernel.doorbell import Connection, Doorbell, Surroundings
 from pgoutbox.observability.events import LogEvent
@@ -33,7 +31,6 @@ def new_doorbell(state: RunState, *, want: Callable[[str | None], None], wake: C
     around = Surroundings(
         connect=listener.connect,
         may_pass=listener.may_pass,
-        limited=listener.limited,
         want=want,
         wake=wake,
         report=listener.report,
@@ -53,10 +50,14 @@ class _Listener:
         self._is_pooled = False
 
     async def connect(self) -> Connection | None:
-        """Open a connection that keeps its session. Otherwise locks would stay in the pool, with nobody listening."""
+        """Open a connection that keeps its session, and breaks if the server does not answer in time.
+
+        Otherwise locks would stay in the pool, with nobody listening.
+        """
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
         if is_direct:
             await prepare_session(connection, self._settings)
+            connection.answer_seconds = self._settings.listener_heartbeat_timeout_seconds
             return connection
         try:
             has_session = await keeps_session(connection, self._dsn, self._settings)
@@ -73,6 +74,7 @@ class _Listener:
                 polls=not has_session,
             )
         if has_session:
+            connection.answer_seconds = self._settings.listener_heartbeat_timeout_seconds
             return connection
         await connection.close()
         return None
@@ -80,10 +82,6 @@ class _Listener:
     async def may_pass(self, error: psycopg.Error | OSError) -> bool:
         """Whether a later attempt to connect may succeed."""
         return await is_unreachable(error, self._dsn, self._settings)
-
-    def limited(self, connection: Connection) -> AbstractContextManager[None]:
-        """Break the connection if the server does not answer in time."""
-        return deadline(connection, self._settings.listener_heartbeat_timeout_seconds)
 
     def report(self, name: str, **facts: object) -> None:
         """Log an event of the doorbell."""

@@ -3,19 +3,21 @@ session."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from psycopg.rows import TupleRow
 
 from pgoutbox import Message, Outbox, RetryPolicy
 from pgoutbox.database import connections, operator_connection
-from pgoutbox.database.connections import deadline
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
+from pgoutbox.worker.transactional.handler_session import HandlerSession
 from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, running, settings_for
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.waiting import until
@@ -24,25 +26,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-async def test_a_deadline_ends_an_unresponsive_connection_without_a_cancel_request(
-    proxy: Proxy,
-) -> None:
-    async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
+async def _connect(proxy: Proxy, answer_seconds: float) -> connections.AsyncConnection[TupleRow]:
+    return await connections.connect_async(
+        proxy.dsn, purpose="test", connect_timeout_seconds=10, answer_seconds=answer_seconds
+    )
+
+
+async def test_a_deadline_ends_an_unresponsive_connection_without_a_cancel_request(proxy: Proxy) -> None:
+    async with await _connect(proxy, 0.2) as connection:
         with proxy.stalled():
-            with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"), deadline(connection, 0.2):
+            with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
                 await connection.execute("SELECT 1")
             assert connection.closed
             assert proxy.cancel_request_count == 0
 
 
 async def test_a_deadline_met_keeps_the_connection_and_passes_server_errors_on(proxy: Proxy) -> None:
-    async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
-        with pytest.raises(psycopg.errors.DivisionByZero), deadline(connection, PATIENCE_SECONDS):
+    async with await _connect(proxy, PATIENCE_SECONDS) as connection:
+        with pytest.raises(psycopg.errors.DivisionByZero):
             await connection.execute("SELECT 1 / 0")
-        with deadline(connection, 0.05):
-            """Leave the block in time; later statements have no deadline."""
-        await connection.execute("SELECT pg_sleep(0.1)")
         assert not connection.closed
+
+
+async def test_the_deadline_of_a_connection_restarts_with_each_answer(proxy: Proxy) -> None:
+    async with await _connect(proxy, 0.4) as connection:
+        for _ in range(3):
+            await connection.execute("SELECT pg_sleep(0.2)")
 
 
 async def test_an_unanswered_statement_makes_the_link_open_another_connection(proxy: Proxy) -> None:
@@ -57,6 +66,18 @@ async def test_an_unanswered_statement_makes_the_link_open_another_connection(pr
     finally:
         await link.close()
     assert proxy.cancel_request_count == 0
+
+
+async def test_the_limits_of_a_connect_and_of_a_begin_do_not_hold_for_later_statements(dsn: str) -> None:
+    settings = settings_for(dsn, connect_timeout_seconds=1)
+    link = WorkerConnection(dsn, settings, purpose="test")
+    session = await HandlerSession.open(settings)
+    try:
+        await session.begin("slow", seconds=1)
+        await asyncio.gather(link.fetch("SELECT pg_sleep(1.3)", {}), session.fetch([("SELECT pg_sleep(1.3)", {})]))
+    finally:
+        session.close()
+        await link.close()
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["on the event loop", "in a thread"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ def _doorbell(dsn: str, wake: Callable[[], None]) -> Doorbell:
     around = Surroundings(
         connect=connect,
         may_pass=may_pass,
-        limited=lambda _connection: contextlib.nullcontext(),
         want=lambda _queue: None,
         wake=wake,
         report=lambda *_arguments, **_fields: None,

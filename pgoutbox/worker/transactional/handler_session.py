@@ -15,7 +15,7 @@ from psycopg.pq import Escaping, PGconn, TransactionStatus, abc
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.connections import LentAsyncConnection, LentConnection, break_socket, deadline
+from pgoutbox.database.connections import LentAsyncConnection, LentConnection, break_socket
 from pgoutbox.database.round_trip import Pipeline, Step
 from pgoutbox.database.worker_connection import Session, open_session, refusing_copies, session_parameters
 from pgoutbox.settings import Settings
@@ -35,6 +35,7 @@ class HandlerSession:
         self._trips = Pipeline(session.connection, prepares=False)
         self._parameters = session_parameters(settings)
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+        session.connection.answer_seconds = self._answer_seconds
         self.is_pooled = session.is_pooled
         self._discard_pooled = ";".join([sql.DISCARD_POOLED, *_settings_of(self.pgconn), sql.COMMIT]).encode()
         self.was_idle = False
@@ -73,8 +74,9 @@ class HandlerSession:
         text = f"{sql.BEGIN_ATTEMPT};SET LOCAL application_name TO '{name}';SET LOCAL pgoutbox.attempt TO '{name}'"
         if self._connection.info.server_version >= _TRANSACTION_TIMEOUT_SINCE:
             text += ";SET LOCAL transaction_timeout TO 0"
-        with deadline(self._connection, seconds):
-            await self._connection.execute(text.encode())
+        self._connection.answer_seconds = seconds
+        await self._trips.run(text.encode())
+        self._connection.answer_seconds = self._answer_seconds
 
     @contextlib.contextmanager
     def lent(self, kind: type[L], answer_seconds: float | None) -> Iterator[L]:
@@ -93,8 +95,7 @@ class HandlerSession:
 
     async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
         """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
-        with deadline(self._connection, self._answer_seconds):
-            return await self._trips.fetch([(sql.RESET_ROLE, {}), *steps], index=len(steps))
+        return await self._trips.fetch([(sql.RESET_ROLE, {}), *steps], index=len(steps))
 
     async def commit(self, statement: Step) -> None:
         """Run the last statement and commit, in one message to the server. Raises the error of either."""
@@ -106,19 +107,18 @@ class HandlerSession:
 
     async def require_home(self, *, seconds: float) -> None:
         """Raise `CopyError` in a copy of the database, and `AnswerTimeoutError` without an answer in time."""
-        with deadline(self._connection, seconds), refusing_copies():
+        self._connection.answer_seconds = seconds
+        with refusing_copies():
             await self._trips.fetch([(sql.REQUIRE_HOME, self._parameters)], index=0)
 
     async def _end(self, steps: Sequence[Step], end: LiteralString, end_and_chain: LiteralString) -> None:
-        with deadline(self._connection, self._answer_seconds):
-            if not self.is_pooled:
-                await self._trips.fetch([*steps, (end, {})], index=len(steps), finally_run=sql.DISCARD_SESSION)
-                return
-            await self._trips.fetch([*steps, (end_and_chain, {})], index=len(steps))
+        if not self.is_pooled:
+            await self._trips.fetch([*steps, (end, {})], index=len(steps), finally_run=sql.DISCARD_SESSION)
+            return
+        await self._trips.fetch([*steps, (end_and_chain, {})], index=len(steps))
         # The transaction has ended, whatever happens from here on.
         try:
-            with deadline(self._connection, self._answer_seconds):
-                await self._connection.execute(self._discard_pooled)
+            await self._trips.run(self._discard_pooled)
         except (psycopg.Error, OSError):
             self.close()
 
