@@ -113,9 +113,17 @@ class HandlerSessions:
 
     @property
     def _allowed_count(self) -> int:
-        return self._limit if _now() < self._limited_until else self._settings.concurrency
+        is_short = self._limit < self._settings.concurrency and _now() < self._limited_until
+        return self._limit if is_short else self._settings.concurrency
+
+    @property
+    def _has_one(self) -> bool:
+        return bool(self._idle) and self._taken_count < self._allowed_count
 
     async def _take(self, until: float) -> HandlerSession:
+        if self._has_one:
+            self._taken_count += 1
+            return self._idle.pop()
         waiter: asyncio.Future[HandlerSession] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._serve_waiting()
@@ -132,14 +140,14 @@ class HandlerSessions:
             raise
 
     def _serve_waiting(self) -> None:
-        while self._waiting and self._idle and self._taken_count < self._allowed_count:
+        while self._waiting and self._has_one:
             waiter = self._waiting.popleft()
             if not waiter.done():
                 self._taken_count += 1
                 waiter.set_result(self._idle.pop())
         while (
-            len(self._opening) < min(len(self._waiting), _OPENED_AT_ONCE)
-            and not self._idle
+            not self._idle
+            and len(self._opening) < min(len(self._waiting), _OPENED_AT_ONCE)
             and self._open_count < self._allowed_count
             and not self._is_closed
         ):

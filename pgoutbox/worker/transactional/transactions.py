@@ -7,7 +7,6 @@ its message, all writes of the handler are rolled back.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from typing import Final
@@ -63,8 +62,8 @@ class Transactions:
         slot = thread_owner.get()
         slot.pause_timeout()
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                forgets = not {attempt.message.topic, "*"}.isdisjoint(await self._store.forgotten_topics())
+            topics = await self._store.forgotten_topics(within_seconds=PATIENCE_SECONDS)
+            forgets = not topics.isdisjoint((attempt.message.topic, "*"))
             session = await self._sessions.begin(_name_of(attempt))
         except (NoSessionError, psycopg.Error, OSError) as error:
             return (Snooze(random.uniform(*_PAUSE_SECONDS), f"not begun, no connection: {describe(error)}"),)
