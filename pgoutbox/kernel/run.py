@@ -62,6 +62,7 @@ _PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 _RETRIES, _KNOWN_KEYS, _PAGED_KEYS = 1, 2, 3
 _AS_SENT: Final = End("sent")
+_ESCAPED: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,23 +287,27 @@ class Run(Generic[E]):
         trip = await self._plan(_now())
         if trip is None and self._answered is None:
             return bool(self._finished)
-        answering = None if trip is None else asyncio.ensure_future(self._link.trip(trip.steps))
-        try:
-            if self._answered is not None:
-                if answering is not None:
-                    await asyncio.sleep(0)  # A task sends its trip in its first turn of the event loop.
-                await self._take_in_answered()
-        except BaseException:
-            if trip is not None and answering is not None:
-                # Whatever its answer is: its ends are written again, and what it has begun is released.
-                answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
-                self._attempts.put_back(trip.ended)
-                self._abandon()
-            raise
-        if trip is not None and answering is not None:
-            await self._receive(trip, answering)
+        if trip is None:
+            await self._take_in_answered()
+        elif self._answered is None:
+            await self._receive(trip, self._link.trip(trip.steps))
+        else:
+            await self._receive(trip, await self._send_and_take_in_answered(trip))
         return True
+
+    async def _send_and_take_in_answered(self, trip: _Trip[E]) -> Awaitable[list[list[Row]]]:
+        answering = asyncio.ensure_future(self._link.trip(trip.steps))
+        try:
+            await asyncio.sleep(0)  # A task sends its trip in its first turn of the event loop.
+            await self._take_in_answered()
+        except BaseException:
+            # Whatever its answer is: its ends are written again, and what it has begun is released.
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            self._attempts.put_back(trip.ended)
+            self._abandon()
+            raise
+        return answering
 
     async def _plan(self, now: float) -> _Trip[E] | None:
         """Return the next trip, unless there is nothing to finish and nothing to claim."""
@@ -413,7 +418,7 @@ class Run(Generic[E]):
         places = {queue: number for number, queue in enumerate(self._turns.order())}
         return sorted(wanted, key=lambda lane: (places[lane.queue], lane.served_at))
 
-    async def _receive(self, trip: _Trip[E], answering: asyncio.Future[list[list[Row]]]) -> None:
+    async def _receive(self, trip: _Trip[E], answering: Awaitable[list[list[Row]]]) -> None:
         """Await the answer to a trip, and note where the next claim begins."""
         try:
             trip.results = await answering
@@ -439,9 +444,9 @@ class Run(Generic[E]):
         self._answered = trip
         if self._bell is not None and self._comes_fast(trip.claimed):
             await self._bell.hush()
-        # These need trips of their own, before the next one: beside an unanswered trip, they would release its claim.
+        # Some need trips of their own, before the next one: beside an unanswered trip, they would release its claim.
         trip.follows = self._follow_steps(trip)
-        if trip.lapsed or trip.probed or trip.follows or trip.has_unwritten:
+        if not trip.claimed or trip.lapsed or trip.probed or trip.follows or trip.has_unwritten:
             await self._take_in_answered()
 
     def _note_answers(self, trip: _Trip[E]) -> None:
@@ -564,7 +569,7 @@ class Run(Generic[E]):
                 sql.FINISH_SENT,
                 {
                     "ids": array([one.message_id for one in same]),
-                    "claimed_ats": list({one.claimed_at for one in same}),
+                    "claimed_ats": array({one.claimed_at.isoformat() for one in same}),
                     "attempt_count": same[0].attempt_count,
                     "worker": self._options.worker,
                 },
@@ -594,7 +599,10 @@ class Run(Generic[E]):
 
     def _end_claims(self, ended: Sequence[E]) -> list[Step]:
         claimed_ats = self._attempts.take_ended_claims(ended)
-        return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": claimed_ats})] if claimed_ats else []
+        if not claimed_ats:
+            return []
+        ats = array(claimed_at.isoformat() for claimed_at in claimed_ats)
+        return [(sql.END_CLAIMS, {"worker": self._options.worker, "claimed_ats": ats})]
 
     def _fence(self, ended: Sequence[E]) -> dict[str, object]:
         """Return the fence of attempts that are sorted by id, because it is searched by width_bucket."""
@@ -661,16 +669,16 @@ class Run(Generic[E]):
             sql.CLAIM if any(lane.number >= _KNOWN_KEYS for lane in lanes) else sql.CLAIM_WITHOUT_KEYS,
             {
                 "served": _queues_of(lanes),
-                "queues": [lane.queue for lane in lanes],
+                "queues": text_array(lane.queue for lane in lanes),
                 "lanes": array(lane.number for lane in lanes),
                 "after_ats": array(start.after_at.isoformat() if start.after_at else "NULL" for start in starts),
                 "after_ids": array(start.after_id for start in starts),
-                "since_seconds": [start.since_seconds for start in starts],
-                "after_keys": [start.after_key for start in starts],
+                "since_seconds": array(start.since_seconds for start in starts),
+                "after_keys": text_array(start.after_key for start in starts),
                 "known_lanes": array([number for number, start in enumerate(starts, 1) for _ in start.keys]),
-                "known_keys": text_array([key for start in starts for key in start.keys]),
+                "known_keys": text_array(key for start in starts for key in start.keys),
                 "key_limit": KEY_LIMIT,
-                "topics": list(self._options.topics),
+                "topics": text_array(self._options.topics),
                 "total": room,
                 "worker": self._options.worker,
                 "lease_seconds": self._options.lease_seconds,
@@ -881,12 +889,13 @@ class Run(Generic[E]):
 
     async def _wait(self, seconds: float) -> bool:
         """Wait until woken. Return False if the time ran out first."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, self._wake.set)
         try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._wake.wait()
-        except TimeoutError:
-            return False
-        return True
+            await self._wake.wait()
+        finally:
+            timer.cancel()
+        return loop.time() < timer.when()
 
     def _ask_due(self, lanes: Sequence[Lane] = (), *, takes_lapsed: bool = False) -> Step:
         """Ask when a claim will find something that was not due before: these lanes are claimed from in this trip."""
@@ -971,14 +980,9 @@ def _queues_of(lanes: Sequence[Lane]) -> list[str]:
     return list(dict.fromkeys(lane.queue for lane in lanes))
 
 
-def text_array(values: Iterable[str]) -> str:
+def text_array(values: Iterable[str | None]) -> str:
     """Return PostgreSQL's text of an array of texts."""
-    return f"{{{','.join([_quoted(value) for value in values])}}}"
-
-
-def _quoted(value: str) -> str:
-    value = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{value}"'
+    return array(["NULL" if value is None else f'"{value.translate(_ESCAPED)}"' for value in values])
 
 
 def array(values: Iterable[object]) -> str:

@@ -69,7 +69,6 @@ class KernelAttempts:
         self.refused: dict[Attempt, _Refusal] = {}
         """The attempts whose end the database refuses. Their messages stay in flight, so no worker gets them."""
         self._probing: set[int] = set()
-        self._is_announced = False
         self._is_watching = False
         self._ended_at = -_LONG_WAIT_SECONDS
         self._slow_until = 0.0
@@ -89,15 +88,9 @@ class KernelAttempts:
         if self._probing and attempt.message_id in self._probing:
             self._probing.discard(attempt.message_id)
             self.breakers.end_grant(attempt.message_id, is_sent=isinstance(result, (Sent, AlreadyFinished)))
+        if not self._results:  # Woken once for all attempts that end before the next trip takes them.
+            self._run.signals.note_progress()
         self._results.append((attempt, result))
-        if not self._is_announced:
-            # Woken once for all attempts that end within one turn of the event loop.
-            self._is_announced = True
-            asyncio.get_running_loop().call_soon(self._announce)
-
-    def _announce(self) -> None:
-        self._is_announced = False
-        self._run.signals.note_progress()
 
     async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
         """Report messages that a claim has ended."""
@@ -179,9 +172,16 @@ class KernelAttempts:
             else:
                 self.refused.pop(one, None)
                 self._outcomes.note_end(one.message, None, None)
-        batch = [self._results.popleft() for _ in range(min(len(self._results), most - len(ended)))]
-        if batch or ended:
+        if self._results or ended:
             self._run.signals.note_ends()
+        while self._results and len(ended) < most:
+            ended += self._sorted([self._results.popleft() for _ in range(min(len(self._results), most - len(ended)))])
+        if any(one.end is None or one.end.outcome != AttemptOutcome.RELEASED for one in ended):
+            self._ended_at = elapsed_clock()
+        return ended
+
+    def _sorted(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> list[Attempt]:
+        """Return the attempts of which the end is to be written, with their requests: the sent ones first."""
         for attempt, result in batch:
             if (
                 attempt.keys is not None
@@ -192,11 +192,7 @@ class KernelAttempts:
         sent, requests = self._outcomes.sort(batch)
         for attempt, request in requests.items():
             attempt.end = request
-        ended += sent
-        ended += requests
-        if any(one.end is None or one.end.outcome != AttemptOutcome.RELEASED for one in ended):
-            self._ended_at = elapsed_clock()
-        return ended
+        return [*sent, *requests]
 
     async def forgotten(self, ended: Sequence[Attempt]) -> Sequence[Attempt]:
         """See `Attempts`."""
@@ -312,7 +308,8 @@ class Link:
 
     async def trip(self, steps: Sequence[Step]) -> list[list[Row]]:
         """See `Link`."""
-        await self.release_unanswered()
+        if self._is_unanswered:
+            await self.release_unanswered()
         self._is_unanswered = True
         try:
             results = await self._run.store.claims.trip(steps)
