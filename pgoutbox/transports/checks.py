@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Final
 
 from pgoutbox.message import Permanent
+
+_COMPACT: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def require_text(name: str, value: object) -> str:
@@ -35,7 +38,7 @@ def encode_text(name: str, value: object) -> bytes:
 def encode_json(name: str, value: object) -> bytes:
     """Return the value as compact JSON in UTF-8."""
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = _COMPACT.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise Permanent(f"{name}: is not JSON: {error}") from None
     return encode_text(name, text)

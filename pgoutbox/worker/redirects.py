@@ -67,7 +67,7 @@ class Redirects:
                 await ensure_lease()
                 if self._clock() - self._read_at < REDIRECT_SECONDS:
                     break
-            redirect = covering(self._redirects, message.topic)
+            redirect = covering(self._redirects, message.topic) if self._redirects else None
             if redirect is not None and not follows:
                 # Kept, not skipped: if the redirect is a mistake, all messages are sent after its end.
                 scheme = content.scheme if message.destination is None else scheme_of(message.destination)

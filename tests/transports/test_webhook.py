@@ -135,6 +135,17 @@ async def test_nothing_is_handed_over_if_the_gate_is_closed_after_connecting(ope
     assert server.received == []
 
 
+async def test_nothing_is_handed_over_if_its_time_is_up_at_the_gate(open_transport: Open) -> None:
+    loop = asyncio.get_running_loop()
+    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_timeout_seconds=SHORT_SECONDS)
+        opens_at = loop.time() + 2 * SHORT_SECONDS
+        with gate(lambda: until(lambda: loop.time() >= opens_at)):
+            outcome = await transport.send(outgoing(destination=server.url(scheme="http")), HOOK)
+        assert error_of(outcome, Transient).startswith("connect: no connection within")
+    assert server.received == []
+
+
 async def test_a_closed_gate_leaves_no_connection_open(open_transport: Open) -> None:
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port)

@@ -158,6 +158,7 @@ def render(webhook: Webhook, message: Message[object], rules: Rules) -> Rendered
     if webhook.method not in ("POST", "PUT"):
         raise Permanent(f"webhook.method: must be POST or PUT, not {webhook.method!r}")
     body = _body(webhook.body)
+    webhook_id = message.idempotency_key
     return RenderedRequest(
         endpoint=endpoint,
         method=webhook.method,
@@ -166,11 +167,11 @@ def render(webhook: Webhook, message: Message[object], rules: Rules) -> Rendered
             (b"Content-Type", _media_type(webhook)),
             (b"Content-Length", str(len(body)).encode()),
             (b"Accept-Encoding", b"identity"),
-            (b"Idempotency-Key", message.idempotency_key.encode()),
+            (b"Idempotency-Key", webhook_id.encode()),
             *_own_headers(webhook.headers),
         ],
         body=body,
-        webhook_id=message.idempotency_key,
+        webhook_id=webhook_id,
         keys=_keys(webhook, rules),
     )
 

@@ -107,7 +107,7 @@ class WebhookTransport:
                 answer = await self._exchange(request)
         except (Permanent, SendFailure, Unavailable) as outcome:
             return outcome
-        return self._classify(request, answer, _url(message, content))
+        return self._classify(request, answer, message, content)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         """Return a key for each scheme, host and port."""
@@ -131,12 +131,13 @@ class WebhookTransport:
 
         Raises `SendFailure` without an answer, and `Permanent` if an address of the host is forbidden.
         """
+        now = asyncio.get_running_loop().time()
+        until = now + self._settings.timeout_seconds
         connection = answer = None
         try:
-            async with asyncio.timeout(self._settings.timeout_seconds):
-                connection = await self._ready_connection(request.endpoint)
-                answer = connection.send(request.signed_bytes(int(self._clock())))
-                await answer.ended
+            connection = await self._ready_connection(request.endpoint, now, until)
+            answer = connection.send(request.signed_bytes(int(self._clock())), until=until)
+            await answer.ended
         except (OSError, EOFError) as error:
             if answer is None:
                 text = _reason(error) or f"no connection within {self._connect_seconds:g} s"
@@ -159,15 +160,21 @@ class WebhookTransport:
             case _:
                 return "the connection was lost"
 
-    async def _ready_connection(self, endpoint: Endpoint) -> Connection:
-        """Return a connection that has passed the gate. One that died while it was idle is replaced."""
+    async def _ready_connection(self, endpoint: Endpoint, now: float, until: float) -> Connection:
+        """Return a connection that has passed the gate. One that died while it was idle is replaced.
+
+        Raises `TimeoutError` after `until`.
+        """
+        loop = asyncio.get_running_loop()
         while True:
-            connection = idle = self._take_idle(endpoint)
+            connection = idle = self._take_idle(endpoint, now)
             if connection is None:
-                async with asyncio.timeout(self._connect_seconds):
+                async with asyncio.timeout_at(min(loop.time() + self._connect_seconds, until)):
                     connection = await self._dial(endpoint)
             try:
                 await pass_gate()
+                if loop.time() >= until:
+                    raise TimeoutError  # noqa: TRY301 - as if the connection had taken so long
                 if idle is None or connection.is_silent():
                     return connection
             except BaseException:
@@ -175,10 +182,9 @@ class WebhookTransport:
                 raise
             connection.close()
 
-    def _take_idle(self, endpoint: Endpoint) -> Connection | None:
+    def _take_idle(self, endpoint: Endpoint, now: float) -> Connection | None:
         """Return the most recently used connection to this host and port."""
-        oldest_at = asyncio.get_running_loop().time() - IDLE_SECONDS
-        while self._idle and (oldest := next(iter(self._idle))).idle_at < oldest_at:
+        while self._idle and (oldest := next(iter(self._idle))).idle_at < now - IDLE_SECONDS:
             del self._idle[oldest]
             oldest.close()
         for connection in reversed(self._idle):
@@ -230,10 +236,13 @@ class WebhookTransport:
                 )
         return addresses[:_MAX_DIALLED_ADDRESSES]
 
-    def _classify(self, request: RenderedRequest, answer: Answer, url: str) -> Outcome:
+    def _classify(
+        self, request: RenderedRequest, answer: Answer, message: Message[object], content: Webhook
+    ) -> Outcome:
         status = answer.status or 0
         if 200 <= status <= 299:
             return Sent()
+        url = _url(message, content)
         error = _STATUS_TEXTS.get(status, str(status))
         if 300 <= status <= 399:
             return Permanent(f"{error}: redirects are not followed; change the destination")

@@ -28,11 +28,12 @@ class Bulkhead:
 class Room:
     """The sends to one destination. `answered_at` is the time of its last answer, or of the first send after a rest."""
 
-    __slots__ = ("_answered", "_bulkhead", "answered_at", "in_flight_count", "waiting_count")
+    __slots__ = ("_answered", "_bulkhead", "_will_tell", "answered_at", "in_flight_count", "waiting_count")
 
     def __init__(self, bulkhead: Bulkhead) -> None:
         self._bulkhead = bulkhead
         self._answered = asyncio.Event()
+        self._will_tell = False
         self.answered_at = 0.0
         self.in_flight_count = 0
         self.waiting_count = 0
@@ -50,7 +51,7 @@ class Room:
         return self.is_full and self._bulkhead.clock() >= self.answered_at + _STALL_SECONDS
 
     async def wait(self) -> None:
-        """Wait for the next answer of this destination, or until it is stalled."""
+        """Wait until an answer of this destination has left room, or until it is stalled."""
         self._answered.clear()
         self.waiting_count += 1
         try:
@@ -72,4 +73,12 @@ class Room:
             self.in_flight_count -= 1
             self._bulkhead.free_count += 1
             self.answered_at = self._bulkhead.clock()
+            if self.waiting_count and not self._will_tell:
+                # Not at once: the slot of this send may first use the room for its next message, which costs no wait.
+                self._will_tell = True
+                asyncio.get_running_loop().call_soon(self._tell_waiting)
+
+    def _tell_waiting(self) -> None:
+        self._will_tell = False
+        if not self.is_full:
             self._answered.set()
