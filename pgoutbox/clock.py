@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import TypeAlias
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 Duration: TypeAlias = float | timedelta
 """A number of seconds, or a timedelta."""
@@ -19,5 +18,6 @@ def seconds_of(duration: Duration) -> float:
     return duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
 
 
-elapsed_clock: Callable[[], float] = partial(time.clock_gettime, _CLOCK)
-"""Return seconds of a clock that also runs while the machine is suspended. Use it for elapsed time only."""
+def elapsed_clock() -> float:
+    """Return seconds of a clock that also runs while the machine is suspended. Use it for elapsed time only."""
+    return time.clock_gettime(_CLOCK)
