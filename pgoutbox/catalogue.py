@@ -48,7 +48,7 @@ class TopicFacts(NamedTuple):
     """The settings of a topic.
 
     `options` are the fixed options of its messages, with durations in seconds; `computed` names the computed ones.
-    `handler` is async, sync or None. `max_size` is that of a batch handler.
+    `handler` is async, sync or None. `max_size` is that of a batch, or of messages that share a transaction.
     """
 
     topic: str
@@ -63,6 +63,7 @@ class TopicFacts(NamedTuple):
     redact: tuple[str, ...]
     unreadable_timeout_seconds: float | None
     handler: str | None
+    is_batch: bool
     max_size: int | None
     transactional: bool
     on_unknown: OnUnknown | None
@@ -73,9 +74,11 @@ class TopicFacts(NamedTuple):
         """The kind of the handler in a few words."""
         if self.handler is None:
             return "none"
-        words = [self.handler if self.max_size is None else f"{self.handler} batch of {self.max_size}"]
+        words = [f"{self.handler} batch of {self.max_size}" if self.is_batch else self.handler]
         if self.transactional:
             words.append("transactional")
+        if self.max_size is not None and not self.is_batch:
+            words.append(f"up to {self.max_size} messages in a transaction")
         if self.on_unknown == "hold":
             words.append("on_unknown=hold")
         if self.timeout_seconds is not None:
@@ -105,6 +108,7 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         redact=topic.redact,
         unreadable_timeout_seconds=None if topic.payload is None else seconds_of(topic.unreadable_timeout),
         handler=None if handler is None else "async" if handler.is_async else "sync",
+        is_batch=handler is not None and handler.is_batch,
         max_size=None if handler is None else handler.max_size,
         transactional=handler is not None and handler.transactional,
         on_unknown=None if handler is None else handler.on_unknown,

@@ -25,6 +25,10 @@ OnUnknown = Literal["retry", "hold"]
 # Several workers take turns at an unreadable message by chance, so the first pauses are short.
 _UNREADABLE_PAUSES: Final = RetryPolicy.steps(2, 2, 2, 2, 2, 2, 4, 4, 8, 8, 16, 32, 64, 120, jitter=0.5)
 
+# PostgreSQL keeps so many subtransactions of a session in shared memory. With more, all snapshots of all sessions
+# take longer.
+_MAX_SAVEPOINTS: Final = 64
+
 _NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
 
 
@@ -41,7 +45,9 @@ class Handler:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     timeout_seconds: float | None = None
     on_unknown: OnUnknown = "retry"
+    is_batch: bool = False
     max_size: int | None = None
+    """The largest number of messages of a batch, or of messages that share a transaction. None: each is alone."""
     transactional: bool = False
     permanent: Sequence[type[BaseException]] = ()
     payload: type[BaseModel] | None = None
@@ -51,9 +57,8 @@ class Handler:
 
     def __post_init__(self) -> None:
         place = f"handler {getattr(self.function, '__qualname__', repr(self.function))} of topic {self.topic!r}"
-        is_batch = self.max_size is not None
         contexts = (Context, SyncContext)
-        check_handler(self.function, place=place, contexts=contexts, is_batch=is_batch, model=self.payload)
+        check_handler(self.function, place=place, contexts=contexts, is_batch=self.is_batch, model=self.payload)
         if not _is_policy(self.retry):
             raise ConfigurationError(f"{place}: retry={self.retry!r}: must be a RetryPolicy")
         timeout = self.timeout_seconds
@@ -61,8 +66,13 @@ class Handler:
             raise ConfigurationError(f"{place}: timeout={timeout!r}: must be positive, in seconds or as a timedelta")
         if self.on_unknown not in ("retry", "hold"):
             raise ConfigurationError(f"{place}: on_unknown={self.on_unknown!r}: must be 'retry' or 'hold'")
-        if is_batch and not _is_between(self.max_size, 1, 5_000):
-            raise ConfigurationError(f"{place}: max_size={self.max_size!r}: must be 1 to 5000")
+        most = 5_000 if self.is_batch else _MAX_SAVEPOINTS
+        if self.max_size is not None and not _is_between(self.max_size, 1, most):
+            raise ConfigurationError(f"{place}: max_size={self.max_size!r}: must be 1 to {most}")
+        if self.max_size is not None and not (self.is_batch or self.transactional):
+            raise ConfigurationError(
+                f"{place}: max_size: needs transactional=True; for a list of messages use batch_handler"
+            )
         if not _are_exceptions(self.permanent):
             raise ConfigurationError(f"{place}: permanent={self.permanent!r}: must be a list of exception classes")
         object.__setattr__(self, "permanent", tuple(self.permanent))
@@ -126,8 +136,9 @@ class Context(ABC):
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:
         """The connection of a transactional handler, in a transaction that the worker opened and will end.
 
-        The handler's writes and the completion of the message commit together or not at all. `transaction()` makes a
-        savepoint. `commit()` and `rollback()` raise `psycopg.ProgrammingError`.
+        The handler's writes and the completion of the message commit together or not at all. All contexts of a batch
+        have the same connection. `transaction()` makes a savepoint. `commit()` and `rollback()` raise
+        `psycopg.ProgrammingError`.
         """
 
     @property

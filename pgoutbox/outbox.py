@@ -169,6 +169,7 @@ class Outbox:
         timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
         transactional: bool = False,
+        max_size: int | None = None,
         permanent: Sequence[type[BaseException]] = (),
     ) -> HandlerDecorator[P]:
         """Register the decorated function as the topic's handler, and return it unchanged.
@@ -177,7 +178,9 @@ class Outbox:
         thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
         retry gets the same `message.idempotency_key`. `timeout` (seconds or a timedelta) is per attempt. With
         `on_unknown="hold"`, a message whose lease expired ends as `failed` instead of being tried again. A
-        `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
+        `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together. With
+        `max_size` (1 to 64) up to so many messages of one claim share a transaction: the handler runs for one after the
+        other, each in a savepoint, and they commit together, without the writes of messages that are not sent.
         Exceptions of the `permanent` types are not retried.
 
         Raises `ConfigurationError` for a second handler of a topic, for a function of another signature, for a
@@ -186,7 +189,9 @@ class Outbox:
             @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
             async def activate(message: Message[Activation], ctx: Context) -> Email: ...
         """
-        make = partial(Handler, on_unknown=on_unknown, transactional=transactional, permanent=permanent)
+        make = partial(
+            Handler, on_unknown=on_unknown, transactional=transactional, max_size=max_size, permanent=permanent
+        )
         return self._decorator("handler", topic, retry, timeout, make)
 
     def batch_handler(
@@ -197,18 +202,30 @@ class Outbox:
         retry: RetryPolicy | None = None,
         timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
+        transactional: bool = False,
         permanent: Sequence[type[BaseException]] = (),
     ) -> BatchHandlerDecorator[P]:
-        """Register the decorated function as the topic's handler of up to `max_size` messages at once.
+        """Register the decorated function as the topic's handler of up to `max_size` (1 to 5000) messages at once.
 
         It gets a list of messages and a list of contexts. It returns None (all sent) or one result for each message, in
         their order. If it raises, the exception is the outcome of every message of the batch; an exception that ends
-        messages, such as `Permanent`, is first tried again with each half. Everything else is as in `handler`.
+        messages, such as `Permanent`, is first tried again with each half.
+
+        The contexts of a `transactional` batch have one `connection`. The writes of a call commit together with the
+        completion of all its messages, or they are rolled back. If some messages are not sent, the handler runs again
+        for the others. Everything else is as in `handler`.
 
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
         """
-        make = partial(Handler, on_unknown=on_unknown, max_size=max_size, permanent=permanent)
+        make = partial(
+            Handler,
+            on_unknown=on_unknown,
+            is_batch=True,
+            transactional=transactional,
+            max_size=max_size,
+            permanent=permanent,
+        )
         return self._decorator("batch_handler", topic, retry, timeout, make)
 
     def on_failed(

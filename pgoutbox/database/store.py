@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from psycopg.rows import TupleRow
@@ -26,6 +26,8 @@ from pgoutbox.settings import Settings
 
 _PERMIT_PAUSE_SECONDS = 0.25
 _RETENTION_SECONDS = 30.0
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 
 
@@ -51,8 +53,8 @@ class ClaimedRow(NamedTuple):
     superseded: bool
     """Whether a newer message has superseded this one since the claim."""
     queue: str
-    was_lapsed: bool = False
-    """Whether the previous attempt was lost."""
+    lost_session: str | None = None
+    """The name of the sessions of the previous attempt, if it was lost: see `name_session`."""
     lane: int = 0
     """Where the kernel has found it: fresh messages (0), retries (1), known ordering keys (2), all of them (3)."""
 
@@ -250,9 +252,12 @@ class Store:
             await connection.close()
 
 
-def name_session(message_id: int, attempt_count: int) -> str:
-    """Return the `application_name` of the transaction of an attempt."""
-    return f"pgoutbox attempt {message_id}/{attempt_count}"
+def name_session(worker: str, claimed_at: datetime) -> str:
+    """Return the `application_name` of the transactions of a claim's attempts. `lapsed.sql` has the same name.
+
+    A worker's name ends with a random number.
+    """
+    return f"pgoutbox attempts {worker[-8:]} {(claimed_at - _EPOCH) // _MICROSECOND}"
 
 
 async def check_server(settings: Settings) -> None:

@@ -56,8 +56,8 @@ _LOST_RACES: Final = (
     psycopg.errors.LockNotAvailable,
 )
 # The columns of claim.sql.
-_ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
-_STATE, _QUEUE, _LANE = 14, 17, 19
+_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 9, 10, 11
+_STATE, _QUEUE, _LOST_SESSION, _LANE = 14, 17, 18, 19
 _PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
 _RETRIES, _KNOWN_KEYS, _PAGED_KEYS = 1, 2, 3
@@ -548,9 +548,7 @@ class Run(Generic[E]):
 
     async def _end_sessions(self, rows: Sequence[Row]) -> None:
         """End the sessions of lost attempts, so that the next ones do not wait for their locks."""
-        counts = [row[_ATTEMPT_COUNT] - (row[_STATE] == "sending") for row in rows]
-        parameters = {"ids": array(row[_ID] for row in rows), "attempt_counts": array(counts)}
-        await self._link.trip([(sql.END_ATTEMPTS, parameters)])
+        await self._link.trip([(sql.END_ATTEMPTS, {"sessions": list({row[_LOST_SESSION] for row in rows})})])
 
     def _sorted(self, ended: Sequence[E]) -> tuple[list[list[E]], list[E]]:
         """Return the sent attempts, those with the same number together, and the others in the order of their ids."""

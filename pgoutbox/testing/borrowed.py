@@ -201,8 +201,8 @@ class _SavepointSessions(HandlerSessions):
         super().__init__(settings, telemetry)
         self._store = cast("_BorrowingStore", store)
 
-    async def begin(self, name: str) -> HandlerSession:
-        return _SavepointSession(self._store.borrowed, name)
+    async def begin(self, name: str) -> HandlerSession:  # noqa: ARG002
+        return _SavepointSession(self._store.borrowed)
 
     def put_back(self, session: HandlerSession) -> None:
         """Its savepoint has ended."""
@@ -214,19 +214,26 @@ class _SavepointSessions(HandlerSessions):
 class _SavepointSession(HandlerSession):
     """A savepoint in the open transaction of the borrowed connection."""
 
-    def __init__(self, connection: psycopg.Connection, name: str) -> None:
+    def __init__(self, connection: psycopg.Connection) -> None:
         self._borrowed = connection
         self._savepoint = _savepoint(connection)
         self._savepoint.__enter__()
         (self._role,) = connection.execute("SELECT current_setting('role')").fetchone() or ("none",)
-        connection.execute("SELECT set_config('pgoutbox.attempt', %s, true)", [name])
+        connection.execute("SET LOCAL pgoutbox.is_of_worker TO true")
 
     @property
     def pgconn(self) -> PGconn:
         return self._borrowed.pgconn
 
-    async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
+    async def _run(self, text: LiteralString) -> None:
+        self._borrowed.execute(text)
+        self._return_to_role()
+
+    def _return_to_role(self) -> None:
         self._borrowed.execute("SELECT set_config('role', %s, true)", [self._role])
+
+    async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
+        self._return_to_role()
         return [self._borrowed.execute(*step).fetchall() for step in steps][-1]
 
     async def commit(self, statement: Step) -> None:

@@ -62,7 +62,17 @@ class Dispatcher:
             return (outcome_of_error(handler, error),)
 
     async def run_batch(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        """Run one attempt of several messages of one handler. Return an outcome for each, in their order."""
+        """Run one attempt of several messages of one handler. Return an outcome for each, in their order.
+
+        An exception that ends messages does not say which one it is about, so the halves of the batch are tried.
+        """
+        outcomes = await self.call_batch(attempts)
+        if isinstance(outcomes, list):
+            return outcomes
+        return [outcome for half in halves(attempts) for outcome in await self.run_batch(half)]
+
+    async def call_batch(self, attempts: Sequence[Attempt]) -> list[Outcome] | Permanent | Skip:
+        """Call a batch handler once. Return an outcome for each message, or the one that it has raised for several."""
         handler = attempts[0].handler
         outcomes: dict[int, Outcome] = {}
         parsed: list[tuple[Message[object], Attempt]] = []
@@ -73,7 +83,9 @@ class Dispatcher:
                 outcomes[attempt.message.id] = unreadable
         if parsed:
             messages = [message for message, _ in parsed]
-            results = await self._run_batch_handler(handler, messages, [attempt for _, attempt in parsed])
+            results = await self._call_batch_handler(handler, messages, [attempt for _, attempt in parsed])
+            if isinstance(results, (Permanent, Skip)):
+                return results
             for (message, attempt), result in zip(parsed, results, strict=True):
                 try:
                     outcomes[message.id] = await self._conclude_safely(attempt, message, result)
@@ -84,32 +96,24 @@ class Dispatcher:
                     break
         return [outcomes[attempt.message.id] for attempt in attempts]
 
-    async def _run_batch_handler(
+    async def _call_batch_handler(
         self,
         handler: Handler,
         messages: list[Message[object]],
         attempts: list[Attempt],
-    ) -> Sequence[object]:
-        """Return a result for each message.
-
-        An exception that ends messages does not say which one it is about, so the halves of the batch are tried.
-        """
+    ) -> Sequence[object] | Permanent | Skip:
         try:
             if handler.is_async:
                 results = await handler.function(messages, attempts)
             else:
                 loop = asyncio.get_running_loop()
-                contexts = [SyncContext(attempt, loop) for attempt in attempts]
+                contexts = [SyncContext(attempt, loop, attempt.sync_connection) for attempt in attempts]
                 results = await in_thread(self._threads, _begin, attempts, loop, handler.function, messages, contexts)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             outcome = outcome_of_error(handler, error)
-            if len(messages) == 1 or not isinstance(outcome, (Permanent, Skip)):
-                return [outcome] * len(messages)
-            half = len(messages) // 2
-            return [
-                *await self._run_batch_handler(handler, messages[:half], attempts[:half]),
-                *await self._run_batch_handler(handler, messages[half:], attempts[half:]),
-            ]
+            if len(messages) > 1 and isinstance(outcome, (Permanent, Skip)):
+                return outcome
+            return [outcome] * len(messages)
         if results is None:
             return [None] * len(messages)
         if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):
@@ -154,6 +158,12 @@ class Dispatcher:
         if transport is None:
             return await self._send(MissingTransport(scheme, self._transports), message, content)
         return await self._send(transport, message, content)
+
+
+def halves(attempts: Sequence[Attempt]) -> tuple[Sequence[Attempt], Sequence[Attempt]]:
+    """Return the first and the second half of these attempts, of which there are at least two."""
+    middle = len(attempts) // 2
+    return attempts[:middle], attempts[middle:]
 
 
 def _begin(

@@ -124,10 +124,10 @@ class AttemptExecutor:
 
     def _run_handler(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         handler = work[0].handler
-        if handler.max_size is not None:
-            return self._dispatcher.run_batch(work)
         if handler.transactional:
             return self._transactions.run(work)
+        if handler.is_batch:
+            return self._dispatcher.run_batch(work)
         return self._dispatcher.run(work)
 
 

@@ -22,6 +22,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import cast
 
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.message import SendFailure, Sent, Transient
@@ -55,6 +56,7 @@ class _Slot(ThreadOwner):
         "overtime_count",
         "task",
         "threads",
+        "timed",
         "timed_out",
         "timeout_seconds",
         "work",
@@ -72,6 +74,7 @@ class _Slot(ThreadOwner):
         self.is_abandoned = False  # It has its result, but its handler still runs.
         self.threads: list[Future[object]] = []  # The running threads of its attempt, and the last one that ended.
         self.work: Work = ()  # Its messages, until they have a result.
+        self.timed: Work = ()  # Those whose handler runs.
 
     @property
     def runs_in_thread(self) -> bool:
@@ -94,6 +97,10 @@ class _Slot(ThreadOwner):
         if self.deadline is not None and self.timeout_seconds is not None and not self.is_overdue:
             self.deadline = asyncio.get_running_loop().time() + self.timeout_seconds
             self.arm(self.deadline)
+
+    def time(self, attempts: Sequence[object]) -> None:
+        self.timed = cast("Work", attempts)
+        self.restart_timeout()
 
     async def threads_end(self) -> None:
         """Wait for the end of all threads. A cancelled wait does not cancel them."""
@@ -293,7 +300,7 @@ class AttemptPool:
 
     async def _attempt(self, slot: _Slot, work: Work, now: float) -> None:
         slot.timeout_seconds = timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
-        slot.work = work
+        slot.work = slot.timed = work
         slot.threads = []
         slot.has_returned = False
         slot.overtime_count = 0
@@ -307,12 +314,11 @@ class AttemptPool:
                 await slot.threads_end()
         except asyncio.CancelledError:
             if not slot.timed_out:
-                begun = all(attempt.has_begun for attempt in work)
-                stopped = ABANDONED if slot.runs_in_thread else STOPPED if begun else RELEASED
-                known = results or [stopped] * len(work)
-                self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else stopped for r in known])
+                stopped = [ABANDONED if slot.runs_in_thread else _stopped(attempt) for attempt in work]
+                known = zip(results or stopped, stopped, strict=True)
+                self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else s for r, s in known])
                 raise
-            self._end_running(slot, results or self._timed_out(work))
+            self._end_running(slot, results or self._timed_out(slot))
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
             self._end_running(slot, [Transient(describe(error))] * len(work))
         else:
@@ -334,9 +340,9 @@ class AttemptPool:
             attempt.sent = isinstance(result, Sent)
             self._on_outcome(attempt, result)
 
-    def _timed_out(self, work: Work) -> Sequence[AttemptResult]:
-        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
-        return [SendFailure(f"timed out after {timeout:g} s, outcome unknown", unknown=True)] * len(work)
+    def _timed_out(self, slot: _Slot) -> Sequence[AttemptResult]:
+        failure = SendFailure(f"timed out after {slot.timeout_seconds:g} s, outcome unknown", unknown=True)
+        return [failure if attempt in slot.timed else _stopped(attempt) for attempt in slot.work]
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
         """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
@@ -357,7 +363,7 @@ class AttemptPool:
         slot.is_abandoned = True
         topic = work[0].message.topic
         self._outlived.append(topic)
-        self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", work)
+        self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", slot.timed)
         if self._run.stopping.is_set():
             return
         if len(self._outlived) >= self.capacity:
@@ -418,12 +424,12 @@ class AttemptPool:
             if slot.overtime_count == 1:
                 slot.is_overdue = True
                 text = "handler still runs in its thread after its timeout"
-                self._report(logging.WARNING, LogEvent.ATTEMPT_OVERDUE, text, work)
+                self._report(logging.WARNING, LogEvent.ATTEMPT_OVERDUE, text, slot.timed)
         elif not slot.timed_out:
             slot.is_overdue = slot.timed_out = True
             slot.task.cancel()
         elif work:
-            self._end_running(slot, self._timed_out(work))  # The handler ignores its cancellation.
+            self._end_running(slot, self._timed_out(slot))  # The handler ignores its cancellation.
             self._abandon(slot, work)
 
     def _report(self, level: int, event: LogEvent, text: str, work: Work) -> None:
@@ -432,6 +438,10 @@ class AttemptPool:
             self._telemetry.report(
                 level, event, text, message_id=message.id, topic=message.topic, attempt_count=attempt.attempt_count
             )
+
+
+def _stopped(attempt: Attempt) -> AttemptResult:
+    return STOPPED if attempt.has_begun else RELEASED
 
 
 def _end_of(thread: Future[object]) -> Future[None]:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -40,6 +40,9 @@ class ThreadOwner:
 
     def restart_timeout(self) -> None:
         """Begin the timeout of the attempt again, after `pause_timeout`."""
+
+    def time(self, attempts: Sequence[object]) -> None:
+        """Begin the timeout again, for these attempts. Others that wait for them do not time out with them."""
 
 
 _NOBODY: Final = ThreadOwner()

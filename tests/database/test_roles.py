@@ -1026,7 +1026,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox._prune_dedupe('1 day', NULL, 10)"),
     (VIEWER, "SELECT FROM pgoutbox._done_estimate()"),
     (VIEWER, "SELECT pgoutbox.schema_version()"),
-    (WORKER, "SELECT pgoutbox._complete(1, 1, 'w', 'now')"),
+    (WORKER, "SELECT pgoutbox._complete('{1}', '{1}', 'w', '{now}')"),
     (WORKER, "SELECT pgoutbox._reset_session()"),
     (VIEWER, "SELECT pgoutbox._here()"),
     (VIEWER, "SELECT pgoutbox._require_home('staging')"),

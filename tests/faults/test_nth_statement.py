@@ -24,9 +24,10 @@ from tests.support.cuts import cuts, spread
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import attempts_of, enqueue, lapse, row_of, rows_of, settings_for
 from tests.support.proxy import Proxy, proxy_to
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pgoutbox import Enqueued
@@ -334,6 +335,15 @@ class Clerk:
         def write_in_thread(message: Message, ctx: SyncContext) -> None:
             ctx.connection.execute("INSERT INTO effect (message_id) VALUES (%s)", [message.id])
 
+        @outbox.handler("shared", transactional=True, max_size=10, retry=AT_ONCE)
+        async def write_each(message: Message, ctx: Context) -> None:
+            await write(message, ctx)
+
+        @outbox.batch_handler("batch", transactional=True, retry=AT_ONCE)
+        def write_all(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> None:
+            for message, ctx in zip(messages, contexts, strict=True):
+                write_in_thread(message, ctx)
+
         @outbox.handler("careful", retry=AT_ONCE)
         async def make_sure(message: Message, ctx: Context) -> None:
             await ctx.ensure_lease()
@@ -388,6 +398,46 @@ def test_handler_writes_with_the_completion_or_after_a_lease_check_happen_once(
         assert len(attempts_of(db, message_id)) == row.attempt_count - 1, cut
         retried_count += row.attempt_count == 2
     assert retried_count > 0
+
+
+@pytest.mark.parametrize("topic", ["shared", "batch"])
+def test_messages_that_share_a_transaction_are_written_together_and_once(
+    proxy: Proxy, dsn: str, db: psycopg.Connection, topic: str
+) -> None:
+    db.execute("CREATE TABLE effect (message_id bigint)")
+    through_proxy, direct = Clerk(proxy.dsn), Clerk(dsn)
+    ids: list[int] = []
+
+    def play(name: str) -> None:
+        with db.transaction():
+            ids[:] = [enqueue(db, topic=topic) for _ in range(3)]
+        asyncio.run(Worker(through_proxy.outbox).run_once())
+
+    def effects() -> list[int]:
+        query = "SELECT message_id FROM effect WHERE message_id = ANY (%s) ORDER BY 1"
+        return [message_id for (message_id,) in db.execute(query, [ids]).fetchall()]
+
+    outcomes = set()
+    for cut in cuts(proxy, play):
+        if {row.state for row in rows_of(db, *ids)} != {"sent"}:
+            # A session that ends slowly may still lock the messages, and a claim of the next run skips them.
+            wait_until(lambda: not _in_transaction(db), lambda: "the lost session ends")
+            assert effects() in ([], ids), cut
+            for message_id in ids:
+                lapse(db, message_id)
+            db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = ANY (%s)", [ids])
+            asyncio.run(Worker(direct.outbox).run_once())
+        assert ({row.state for row in rows_of(db, *ids)}, effects()) == ({"sent"}, ids), cut
+        outcomes |= {outcome for message_id in ids for _, outcome, _ in attempts_of(db, message_id)}
+    assert "retry" in outcomes
+
+
+def _in_transaction(db: psycopg.Connection) -> bool:
+    query = (
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        " AND backend_xid IS NOT NULL"
+    )
+    return db.execute(query).rowcount > 0
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

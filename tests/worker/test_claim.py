@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import pytest
 
 from pgoutbox.database import sql
+from pgoutbox.database.store import name_session
 from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
@@ -73,7 +74,10 @@ def test_the_row_of_a_suspect_has_the_columns_of_a_claim(rolled_back: psycopg.Co
     (first,) = claim(rolled_back, worker="first")
     lapse(rolled_back, first.id)
     (again,) = claim(rolled_back)
-    assert again._replace(claimed_at=first.claimed_at) == first._replace(attempt_count=2, was_lapsed=True, lane=1)
+    assert first.claimed_at is not None
+    assert again.lost_session == name_session("first", first.claimed_at)
+    alike = again._replace(claimed_at=first.claimed_at, lost_session=None)
+    assert alike == first._replace(attempt_count=2, lane=1)
 
 
 def test_a_claim_of_fresh_messages_skips_all_others(rolled_back: psycopg.Connection) -> None:
@@ -319,7 +323,7 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
         case "on hold":
             rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'bill' WHERE id = %s", [ends])
     rows = claim(rolled_back, topics=["greet", "bill"], hold_topics=["bill"], suspects=False)
-    assert [row.id for row in rows if row.was_lapsed] == [ends]
+    assert [row.id for row in rows if row.lost_session] == [ends]
     assert ids_in_flight(rows) == successors
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, ends)] == ["lost"]
     assert ids_in_flight(claim(rolled_back)) == suspects[:1]

@@ -61,6 +61,7 @@ def handler_of(
         function,
         timeout_seconds=timeout,
         on_unknown=on_unknown,
+        is_batch=max_size is not None,
         max_size=max_size,
         permanent=permanent,
         payload=model,

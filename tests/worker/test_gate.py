@@ -11,6 +11,7 @@ import pytest
 
 from pgoutbox import Email, Message, Outbox, RetryPolicy, Sent, Snooze
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import name_session
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import State
 from pgoutbox.transports import pass_gate
@@ -176,12 +177,11 @@ async def test_a_transactional_handler_does_not_begin_if_its_message_expired_whi
         def greet_in_thread(message: Message, ctx: SyncContext) -> None:
             begun.append(message.id)
 
-    def name_late(attempt: Attempt) -> str:
-        wait_until(lambda: attempt.expiring_at <= elapsed_clock(), lambda: "the message does not expire")
-        return name_of(attempt)
+    def name_late(worker: str, claimed_at: datetime) -> str:
+        wait_until(lambda: has_expired(db, message_id), lambda: "the message does not expire")
+        return name_session(worker, claimed_at)
 
-    name_of = transactions._name_of
-    monkeypatch.setattr(transactions, "_name_of", name_late)
+    monkeypatch.setattr(transactions, "name_session", name_late)
     with db.transaction():
         message_id = outbox.on(db).enqueue("greet", 1, expires_at=soon()).id
     async with running(Worker(outbox)):

@@ -160,8 +160,8 @@ class Outboxes(RuleBasedStateMachine):
         """Claim as one worker."""
         rows = claim(self.db, worker=worker, total=total, suspects=suspects, fresh_only=fresh_only, spread=False)
         ended, suspect = ([], []) if fresh_only else self._take_lapsed(worker, total, suspects=suspects)
-        assert [row.id for row in rows if row.was_lapsed] == sorted(message.id for message in [*ended, *suspect])
-        claimed = [row for row in rows if not row.was_lapsed]
+        assert [row.id for row in rows if row.lost_session] == sorted(message.id for message in [*ended, *suspect])
+        claimed = [row for row in rows if not row.lost_session]
         expected = {message.id for message in self._claimable() if not fresh_only or message.attempt_count == 0}
         assert {row.id for row in claimed} <= expected
         assert len(claimed) == min(total - len(ended) - len(suspect), len(expected))

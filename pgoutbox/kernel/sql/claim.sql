@@ -363,8 +363,8 @@ judged AS MATERIALIZED (
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
         -- PostgreSQL before version 17 cannot subtract from infinity.
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in,
-        -- Places for what the worker finds out: whether it is superseded meanwhile, and whether it is a suspect.
-        false AS is_superseded, m.queue, false AS is_suspect, j.lane
+        -- Places for what the worker finds out, whether it is superseded meanwhile, and for what lapsed.sql returns.
+        false AS is_superseded, m.queue, NULL::text AS lost_session, j.lane
 )
 -- [probe
 , probed AS (

@@ -131,6 +131,10 @@ WITH judged AS MATERIALIZED (
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
         m.queue, m.lane,
+        -- The name of the sessions of the lost claim: see end_attempts.sql.
+        format(
+            'pgoutbox attempts %%s %%s', right(j.worker, 8), (extract(epoch FROM j.claimed_at) * 1000000)::bigint
+        ) AS lost_session,
         -- The payload of the hook's message, for a message that has just failed. Null for every other message, and for topics
         -- without a hook in this worker. A sealed payload stays sealed; who unseals it needs the destination and the keys.
         CASE WHEN m.state = 'failed' AND %(hooks)s::jsonb -> m.topic IS NOT NULL THEN jsonb_build_object(
@@ -161,7 +165,7 @@ WITH judged AS MATERIALIZED (
 SELECT f.id, f.topic, f.destination,
     CASE WHEN octet_length(f.payload) <= 16384 THEN f.payload END,
     f.headers, f.attempt_count, f.max_attempts, f.attempt_budget, f.created_at, f.available_at, f.coalesce_key,
-    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, false, f.queue, true, f.lane
+    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, false, f.queue, f.lost_session, f.lane
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id

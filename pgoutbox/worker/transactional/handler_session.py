@@ -1,4 +1,4 @@
-"""A session of transactional handlers: it begins the transaction of an attempt, lends itself, and ends the transaction.
+"""A session of transactional handlers: it begins a transaction, lends itself, and ends the transaction.
 
 Nothing that a handler leaves in it reaches the next one. Statements are never prepared, because behind a pooler another
 client would meet them under the same names.
@@ -70,8 +70,8 @@ class HandlerSession:
         return TransactionStatus(self.pgconn.transaction_status)
 
     async def begin(self, name: str, *, seconds: float) -> None:
-        """Begin the transaction of the attempt of this name, with a deadline of `seconds`."""
-        text = f"{sql.BEGIN_ATTEMPT};SET LOCAL application_name TO '{name}';SET LOCAL pgoutbox.attempt TO '{name}'"
+        """Begin the transaction of attempts under this name, with a deadline of `seconds`."""
+        text = f"{sql.BEGIN_FOR_HANDLER};SET LOCAL application_name TO '{name}'"
         if self._connection.info.server_version >= _TRANSACTION_TIMEOUT_SINCE:
             text += ";SET LOCAL transaction_timeout TO 0"
         self._connection.answer_seconds = seconds
@@ -96,6 +96,25 @@ class HandlerSession:
     async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
         """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
         return await self._trips.fetch([(sql.RESET_ROLE, {}), *steps], index=len(steps))
+
+    async def begin_savepoint(self) -> None:
+        """Begin the savepoint of the first message in a shared transaction."""
+        await self._run(sql.BEGIN_SAVEPOINT)
+
+    async def next_savepoint(self) -> None:
+        """Keep what the handler has written for a message, and begin the savepoint of the next one.
+
+        Raises an error if the handler has ended the transaction.
+        """
+        await self._run(sql.NEXT_SAVEPOINT)
+
+    async def undo_savepoint(self) -> None:
+        """Roll back what the handler has written for a message. The savepoint is that of the next one."""
+        await self._run(sql.UNDO_SAVEPOINT)
+
+    async def _run(self, text: LiteralString) -> None:
+        with deadline(self._connection, self._answer_seconds):
+            await self._connection.execute(text)
 
     async def commit(self, statement: Step) -> None:
         """Run the last statement and commit, in one message to the server. Raises the error of either."""

@@ -58,7 +58,7 @@ class HandlerSessions:
         self._refusal: str | None = None
 
     async def begin(self, name: str) -> HandlerSession:
-        """Return a session with the open transaction of the attempt of this name. Return it by `put_back` or `abandon`.
+        """Return a session with an open transaction under this name. Return it by `put_back` or `abandon`.
 
         Raises `NoSessionError` after `PATIENCE_SECONDS` at most.
         """

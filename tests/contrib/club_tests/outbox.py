@@ -66,6 +66,7 @@ def greet_all(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> l
     return [Sent() for _ in messages]
 
 
+@outbox.handler("greet.shared", transactional=True, max_size=10)
 @outbox.handler("greet.transactional", transactional=True)
 def greet_in_transaction(message: Message, ctx: SyncContext) -> Outcome:
     ctx.ensure_lease()
@@ -75,6 +76,11 @@ def greet_in_transaction(message: Message, ctx: SyncContext) -> Outcome:
     ).fetchone()
     assert row == ({"n": 1},)
     return Permanent("refused") if message.payload.get("refuse") else Sent()
+
+
+@outbox.batch_handler("greet.transactional.batch", transactional=True)
+def greet_all_in_transaction(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
+    return [greet_in_transaction(message, ctx) for message, ctx in zip(messages, contexts, strict=True)]
 
 
 @outbox.handler("greet.transactional.async", transactional=True)

@@ -84,14 +84,15 @@ class KindTest(Base):
         assert self.greeted() == 3
 
     def test_transactional_handlers_keep_or_undo_their_writes(self) -> None:
-        for topic in ("greet.transactional", "greet.transactional.async"):
+        topics = ("greet.transactional", "greet.transactional.async", "greet.shared", "greet.transactional.batch")
+        for topic in topics:
             put(topic, {"pk": self.pk, "refuse": True})
             put(topic, {"pk": self.pk})
         with self.driver.expect_failed(match="refused") as failed:
             self.driver.run_pass()
-        assert len(failed) == 2
-        assert self.greeted() == 2
-        assert sorted(self.states()) == ["failed", "failed", "sent", "sent"]
+        assert len(failed) == 4
+        assert self.greeted() == 4
+        assert sorted(self.states()) == ["failed"] * 4 + ["sent"] * 4
 
     def test_a_handler_enqueues_for_another_queue(self) -> None:
         put("relay")
