@@ -54,6 +54,8 @@ DELIVERIES: Final = (
     Delivery("async handler, 10 ms, 4 slots", "io", aim=0.97, slots=4, ideal=400.0, share=0.02),
     Delivery("transactional handler", "transactional", bare=("transactions", 10), aim=0.5),
     Delivery("transactional handler, 4 slots", "transactional", bare=("transactions", 4), aim=0.3, slots=4),
+    Delivery("transactional handler, 20 in a transaction", "shared", bare=("transactions", 10)),
+    Delivery("transactional batch, up to 100", "transactional batch", bare=("transactions", 10)),
     Delivery("webhook", "webhook", "http", ("webhook", 50), 0.6, has_rivals=True),
     Delivery("webhook, TLS", "webhook", "https", ("webhook", 50), 0.6),
     Delivery("webhook, TLS, 4 kB", "webhook", "https", ("webhook of 4 kB", 50), 0.6, payload={"text": FOUR_KB}),

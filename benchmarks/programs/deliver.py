@@ -124,12 +124,22 @@ def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # 
                 for _ in messages:
                     count()
 
-        case "transactional":
+        case "transactional" | "shared":
 
-            @outbox.handler(TOPIC, transactional=True)
+            @outbox.handler(TOPIC, transactional=True, max_size=20 if kind == "shared" else None)
             async def transactional(message: Message[JsonValue], context: Context) -> None:
                 count()
                 await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (_number_of(message),))
+
+        case "transactional batch":
+
+            @outbox.batch_handler(TOPIC, transactional=True)
+            async def write_all(messages: Sequence[Message[JsonValue]], contexts: Sequence[Context]) -> None:
+                for _ in messages:
+                    count()
+                numbers = [_number_of(message) for message in messages]
+                insert = "INSERT INTO effect (number) SELECT unnest(%s::bigint[])"
+                await contexts[0].connection.execute(insert, (numbers,))
 
         case "webhook" | "email" | "event":
 

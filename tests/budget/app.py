@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from pgoutbox import Context, Email, Message, Outbox, Outcome, RetryPolicy, Sent, SyncContext, Webhook
 from pgoutbox.transports import Content, pass_gate
@@ -78,6 +79,19 @@ async def retry(message: Message, context: Context) -> None:
 async def effect(message: Message, context: Context) -> None:
     """Write one row."""
     await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (message.id,))
+
+
+@outbox.handler("budget.shared", transactional=True, max_size=20)
+async def share(message: Message, context: Context) -> None:
+    """Write one row, in a transaction with others."""
+    await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (message.id,))
+
+
+@outbox.batch_handler("budget.batch", transactional=True, max_size=20)
+async def write_all(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+    """Write one row for each message, in one statement."""
+    numbers = [message.id for message in messages]
+    await contexts[0].connection.execute("INSERT INTO effect (number) SELECT unnest(%s::bigint[])", (numbers,))
 
 
 @outbox.handler("budget.session", transactional=True)

@@ -103,10 +103,10 @@ def _filled(topic: str = "budget.plain", **keys: str) -> Fill:
     return lambda connection, count: _enqueue(connection, count, topic=topic, **keys)
 
 
-def _with_sessions(connection: Connection, count: int, *, slots: int) -> None:
-    """Enqueue for the transactional handler, behind messages that open the worker's sessions."""
+def _with_sessions(connection: Connection, count: int, *, slots: int, topic: str = "budget.effect") -> None:
+    """Enqueue for a transactional handler, behind messages that open the worker's sessions."""
     _enqueue(connection, slots, topic="budget.session")
-    _enqueue(connection, count, topic="budget.effect")
+    _enqueue(connection, count, topic=topic)
 
 
 def _with_rate(connection: Connection, count: int) -> None:
@@ -155,6 +155,12 @@ KINDS: Final[Mapping[str, Kind]] = {
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
     "transactional handlers": Kind(partial(_with_sessions, slots=50), (200, 1600), {}, share=1.1),
     "transactional handlers, 4 slots": Kind(partial(_with_sessions, slots=4), (200, 1600), _FEW_SLOTS, share=1.1),
+    "transactional handlers, 20 in a transaction": Kind(
+        partial(_with_sessions, slots=50, topic="budget.shared"), (200, 1600), {}, share=1.1
+    ),
+    "transactional batches of 20": Kind(
+        partial(_with_sessions, slots=50, topic="budget.batch"), (200, 1600), {}, share=1.1
+    ),
     "single messages": Kind(_produced(), (50, 200), {}, is_paced=True, share=1.2),
     "enqueue": Kind(_produced(), (200, 1600)),
     "enqueue, coalesce key": Kind(_produced(coalesce_key="k"), (200, 1600)),
