@@ -44,6 +44,7 @@ from pgoutbox.cli.program import (
     open_operator,
     print_messages,
     print_paused_topics,
+    print_topics,
     read_settings,
     redacted_names_of,
     require_known_queue,
@@ -344,7 +345,10 @@ def failures(
 
 @app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Count messages by topic; list paused queues, open circuit breakers and redirects."""
+    """Count messages by topic; list paused queues, open circuit breakers and redirects.
+
+    Shows the 50 topics that are late for longest or have the most failed messages, and with --json all.
+    """
     settings = read_settings(dsn)
     with open_operator(settings, read_only=True) as operator:
         open_breakers = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
@@ -365,7 +369,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             }
         )
         return
-    print_table(TopicCounts._fields, counts)
+    print_topics(TopicCounts._fields, counts)
     for redirect in redirects.warnings():
         print_warning(redirect)
     for controls in paused:

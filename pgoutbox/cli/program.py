@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import typer
 import typer.core
@@ -19,7 +19,8 @@ from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
-from pgoutbox.operations import ListedMessage, Operator, PausedTopic
+from pgoutbox.operations import ListedMessage, Operator, PausedTopic, TopicCounts
+from pgoutbox.operations.activity import TopicActivity
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
@@ -33,6 +34,10 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Keep, delete and hand out": ("retention", "prune", "export", "erase", "mentions"),
 }
 _ORDER: Final = [name for names in TASKS.values() for name in names]
+_MOST_TOPICS: Final = 50
+_LATE_SECONDS: Final = 60
+
+_Counted = TypeVar("_Counted", TopicCounts, TopicActivity)
 
 
 class _ByTask(typer.core.TyperGroup):
@@ -152,6 +157,29 @@ def shorten(text: str | None) -> str | None:
 def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> str:
     until = "" if resume_at is None else f" until {resume_at.isoformat(timespec='seconds')}"
     return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
+
+
+def worst_topics(counted: Sequence[_Counted]) -> tuple[Sequence[_Counted], int]:
+    """Return the topics for a table, and the number of the others.
+
+    If not all fit, those that are late for longest come first, then those with the most failed and due messages.
+    """
+    if len(counted) <= _MOST_TOPICS:
+        return counted, 0
+
+    def order(topic: TopicCounts | TopicActivity) -> tuple[float, int, int]:
+        late_seconds = topic.oldest_due_seconds or 0
+        return -late_seconds if late_seconds > _LATE_SECONDS else 0, -topic.failed, -topic.due
+
+    return sorted(counted, key=order)[:_MOST_TOPICS], len(counted) - _MOST_TOPICS
+
+
+def print_topics(columns: Sequence[str], counted: Sequence[TopicCounts]) -> None:
+    """Print a table of the topics in most need of a look, and tell how to see the others."""
+    shown, more = worst_topics(counted)
+    print_table(columns, [[getattr(topic, column) for column in columns] for topic in shown])
+    if more:
+        print_note(f"and {more:,} more, which are less late or have fewer failed messages: --json lists them all")
 
 
 def print_paused_topics(paused: Sequence[PausedTopic]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from pgoutbox.catalogue import TopicFacts, describe_topics
 from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
 from pgoutbox.cli.console import print_json, print_note, print_table
-from pgoutbox.cli.program import app, open_operator, print_paused_topics, read_settings
+from pgoutbox.cli.program import app, open_operator, print_paused_topics, print_topics, read_settings
 from pgoutbox.operations import PausedTopic, TopicCounts
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS
 
@@ -22,7 +22,8 @@ def topics(*, where: App = None, dsn: Dsn = None, as_json: Json = False) -> None
     """List the topics of the application with their settings. With --json one document per topic.
 
     `computed` names the options that the definition computes from the payload. Without --app and PGOUTBOX_APP, the
-    topics of the messages in the database are listed and counted, with their pauses; this reads all messages.
+    topics of the messages in the database are listed and counted, with their pauses; this reads all messages, and shows
+    the 50 topics that are late for longest or have the most failed messages, with --json all.
     """
     settings = read_settings(dsn, app=where)
     if settings.app is None:
@@ -62,21 +63,11 @@ def _row(facts: TopicFacts) -> tuple[object, ...]:
 
 def _print_counts(counts: list[TopicCounts], paused: list[PausedTopic], *, as_json: bool) -> None:
     print_note("these topics have messages in the database; --app or PGOUTBOX_APP lists those of the application")
-    pauses = {one.topic: one for one in paused}
-    rows: list[dict[str, Any]] = [
-        {
-            "topic": c.topic,
-            "queue": c.queue,
-            "unfinished": c.due + c.scheduled + c.sending,
-            "failed": c.failed,
-            "is_paused": c.topic in pauses,
-        }
-        for c in counts
-    ]
-    if as_json:
-        for row in rows:
-            print_json(row)
+    if not as_json:
+        print_topics(("topic", "queue", "unfinished", "failed"), counts)
+        print_paused_topics(paused)
         return
-    columns = ("topic", "queue", "unfinished", "failed")
-    print_table(columns, [tuple(row[column] for column in columns) for row in rows])
-    print_paused_topics(paused)
+    pauses = {one.topic for one in paused}
+    for c in counts:
+        shown = {"topic": c.topic, "queue": c.queue, "unfinished": c.unfinished, "failed": c.failed}
+        print_json({**shown, "is_paused": c.topic in pauses})

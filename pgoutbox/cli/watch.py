@@ -14,7 +14,7 @@ import typer
 
 from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, duration_option
 from pgoutbox.cli.console import live_tables, print_documents, print_json, print_line, print_table
-from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten
+from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten, worst_topics
 from pgoutbox.database import operator_connection
 from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.message import AttemptOutcome, State
@@ -25,7 +25,6 @@ Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refre
 Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
 
 _PROBLEMS = 5
-_TOPICS = 50
 _TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
 _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
 
@@ -37,7 +36,7 @@ def top(
     """Watch the problems of delivery, the backlog by topic, and the workers.
 
     Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document. Shows
-    the 50 topics that are late for longest, and with --json all.
+    the 50 topics that are late for longest or have the most failed messages, and with --json all.
     """
     settings = read_settings(dsn)
     with (
@@ -61,7 +60,7 @@ def top(
                 show(
                     [
                         (("level", "what"), _most_urgent(problems)),
-                        (_TOPIC_COLUMNS, _latest(topics)),
+                        (_TOPIC_COLUMNS, _worst(topics)),
                         (
                             activity.WorkerActivity._fields,
                             [[shorten(v) if isinstance(v, str) else v for v in _worker_cells(w)] for w in found],
@@ -152,12 +151,11 @@ def _most_urgent(problems: Sequence[Finding]) -> list[tuple[str, str]]:
     return [*shown, ("", f"and {more} more: pgoutbox doctor names them all, with remedies")] if more else shown
 
 
-def _latest(topics: Sequence[activity.TopicActivity]) -> list[list[object]]:
-    """Return the topics that are late for longest, by queue and name if all fit."""
-    late_first = sorted(topics, key=lambda topic: -(topic.oldest_due_seconds or 0)) if len(topics) > _TOPICS else topics
-    shown = [_topic_cells(topic) for topic in late_first[:_TOPICS]]
-    more = len(topics) - len(shown)
-    return [*shown, [f"and {more} more", *[""] * (len(_TOPIC_COLUMNS) - 1)]] if more else shown
+def _worst(topics: Sequence[activity.TopicActivity]) -> list[list[object]]:
+    """Return the rows of the topics in most need of a look, and the number of the others."""
+    worst, more = worst_topics(topics)
+    shown = [_topic_cells(topic) for topic in worst]
+    return [*shown, [f"and {more:,} more", *[""] * (len(_TOPIC_COLUMNS) - 1)]] if more else shown
 
 
 def _topic_cells(topic: activity.TopicActivity) -> list[object]:

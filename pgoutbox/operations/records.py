@@ -407,6 +407,11 @@ class TopicCounts(NamedTuple):
     cancelled: int
     oldest_due_seconds: float | None
 
+    @property
+    def unfinished(self) -> int:
+        """The number of pending and in-flight messages."""
+        return self.due + self.scheduled + self.sending
+
 
 class AuditRow(NamedTuple):
     """One batch of one act. It lists the first twenty messages.

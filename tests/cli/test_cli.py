@@ -456,6 +456,27 @@ class TestTopics:
         assert cli("topics", "--json").json == counted | {"is_paused": True}
         assert "warning: topic mail is paused since" in cli("topics").err
 
+    @pytest.mark.parametrize("command", [["topics"], ["stats"], ["top", "--count", "1"]])
+    def test_of_many_topics_a_table_has_those_in_most_need(
+        self, cli: Callable[..., Done], database: psycopg.Connection, command: list[str]
+    ) -> None:
+        """Late ones, then failed ones. A due message that is not late is no reason to look."""
+        database.execute(
+            "INSERT INTO pgoutbox.message (topic, queue, payload)"
+            " SELECT 'a.' || n, 'a', '{}' FROM generate_series(1, 60) AS n"
+        )
+        put(database, State.FAILED, topic="y.failed")
+        put(database, topic="z.late")
+        database.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour' WHERE topic = 'z.late'")
+        done = cli(*command)
+        lines = done.out.splitlines()
+        first = next(number for number, line in enumerate(lines) if "z.late" in line)
+        assert "y.failed" in lines[first + 1]
+        assert sum("\ta." in f"\t{line}" for line in lines) == 48
+        assert "and 12 more" in done.out + done.err
+        found = cli(*command, "--json").out
+        assert {f"a.{n}" for n in range(1, 61)} < set(re.findall(r'"topic": "([^"]+)"', found))
+
 
 class TestEnqueue:
     def test_every_option_of_enqueue_is_stored(self, cli: Callable[..., Done]) -> None:
