@@ -29,6 +29,7 @@ _TOKEN = "benchmark-" * 4
 _TARGET_MS = 300
 _TARGET_KB = 100
 _ROUNDS = 9
+_QUEUES = ["default", "mail", "bulk", "webhooks"]
 # States are spread over the ids as in an old table: most of the old messages are finished, some have failed.
 _FILL = """
 INSERT INTO pgoutbox.message (
@@ -142,7 +143,9 @@ def _pages(count: int) -> list[str]:
     ]
     pages = [
         "/",
+        "/?range=6h",
         "/?range=14d",
+        "/status.json",
         "/queues",
         "/queues?queue=bulk",
         "/queues?queue=tenant-4321",
@@ -197,14 +200,15 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
     nowhere = MessageFilter(topic="no.such")
     failed = MessageFilter(states=(State.FAILED,), error_group="0" * 12)
     search = {"before_id": None, "not_below_id": None, "limit": 51}
+    names = [*_QUEUES, *(f"tenant-{number}" for number in range(5_000))]
     return {
         "COUNT_OPEN": {"cap": CAP + 1},
         "COUNT_DONE": {"cap": CAP + 1},
         "COUNT_PENDING": {"prefix": "", "queues": 10_001, "cap": CAP + 1, "parts": ["now", "later", "again"]},
-        "RANK_QUEUES": {"prefix": "", "queues": 10_001, "limit": 100},
-        "DUE_FOR_LONG": {**EACH_QUEUE, "seconds": 60, "rows": 10_000},
-        "UNDELIVERED": {**EACH_QUEUE, "seconds": 86_400, "rows": 10_000},
-        "LIVE_QUEUES": {"queues": ["default", "mail", "bulk", "webhooks"], "cap": QUEUE_CAP + 1},
+        "RANK_QUEUES": {"prefix": "", "queues": 10_001},
+        "DUE_FOR_LONG": {"names": names[:50], "seconds": 60, "rows": 10_000},
+        "UNDELIVERED": {"names": names, "seconds": 86_400, "rows": 10_000},
+        "LIVE_QUEUES": {"queues": _QUEUES, "cap": QUEUE_CAP + 1},
         "RUNNING_WORKERS": {"cap": CAP},
         "RUNNING_MESSAGES": {"cap": CAP, "limit": 20},
         "FAILED_LATELY": {"cap": CAP},
@@ -217,9 +221,9 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
         "FIRST_FROM": {"id": count // 2},
         "LIST_BREAKERS": {**EACH_QUEUE, "limit": 100},
-        "WAITING_TOPICS": {**EACH_QUEUE, "topics": 10_000},
+        "WAITING_TOPICS": {**EACH_QUEUE, "names": names, "topics": 10_000},
         "COUNT_BY_TOPIC": {"cap": CAP},
-        "RATES_BY_TOPIC": {"seconds": 300, "cap": 50_000},
+        "RATES_BY_TOPIC": {"topics": ["mail.welcome"], "seconds": 300, "cap": 50_000},
         "ESTIMATE_DONE": {},
         "NEWEST_ID": {},
         "PULSE": {},

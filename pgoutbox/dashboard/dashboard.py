@@ -19,6 +19,7 @@ from pgoutbox.dashboard.history import History
 from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.dashboard.tabs import Facets, Tab, count_tabs, facets_of
 from pgoutbox.doctor import Finding, Level, examine_delivery
+from pgoutbox.doctor.runner import FINDING_PROBLEMS
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
@@ -26,13 +27,14 @@ from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import datetime
 
     from starlette.requests import Request
 
     from pgoutbox.dashboard.history import Latencies, Range
     from pgoutbox.dashboard.types import Connection, Viewer
+    from pgoutbox.doctor.context import RankedQueue
     from pgoutbox.operations import MessageFilter, Redirects
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
@@ -42,6 +44,8 @@ _FRESH_SECONDS: Final = 1.0
 _FRESH_TOTALS_SECONDS: Final = 5.0
 _WAIT_FOR_TOTALS_SECONDS: Final = 1.0
 _QUEUES: Final = 10
+# Those that have findings about one queue or topic.
+_CHECKS_ABOUT: Final = {"queue": ("due", "undelivered"), "topic": ("due", "failed")}
 
 _T = TypeVar("_T")
 
@@ -110,12 +114,12 @@ class Dashboard:
             raise UnavailableError("the database did not answer in time; try again") from None
 
     def _load_overview(self, connection: Connection, asked: Range) -> Overview:
-        now = reads.now(connection)
+        now, ranked = reads.now(connection), self.ranked_queues(connection, seconds=0)
         return Overview(
             now,
-            self._findings(connection, _FRESH_SECONDS),
+            self.findings(connection),
             reads.count_states(connection),
-            reads.queues(connection, limit=_QUEUES),
+            reads.queues(connection, ranked, limit=_QUEUES),
             reads.running_workers(connection),
             reads.count_breakers(connection),
             failures_by_topic(reads.failed_lately(connection), now),
@@ -142,7 +146,7 @@ class Dashboard:
         return cast("Totals | None", last)
 
     def _load_totals(self, connection: Connection) -> Totals:
-        found = self._findings(connection, _FRESH_TOTALS_SECONDS, only_problems=True)
+        found = self.findings(connection, FINDING_PROBLEMS, seconds=_FRESH_TOTALS_SECONDS)
         problems = sum(finding.level is Level.PROBLEM for finding in found)
         due, opened = reads.count_pending(connection, "now")["now"], reads.count_open(connection)
         breakers = reads.count_breakers(connection)
@@ -150,7 +154,10 @@ class Dashboard:
 
     async def findings_about(self, what: Literal["queue", "topic"], name: str) -> list[Finding]:
         """Return the findings about a queue or a topic, without hidden values, at most five seconds old."""
-        found = await self.database.read(lambda connection: self._findings(connection, _FRESH_TOTALS_SECONDS))
+        checks = _CHECKS_ABOUT[what]
+        found = await self.database.read(
+            lambda connection: self.findings(connection, checks, seconds=_FRESH_TOTALS_SECONDS)
+        )
         return self.redacted([finding for finding in found if finding.about.get(what) == name])
 
     def redacted(self, findings: Sequence[Finding]) -> list[Finding]:
@@ -158,15 +165,29 @@ class Dashboard:
         hidden = self.names_of(None)
         return [dataclasses.replace(finding, what=redact_text(finding.what, hidden)) for finding in findings]
 
-    def _findings(self, connection: Connection, seconds: float, *, only_problems: bool = False) -> list[Finding]:
-        """Return the findings of so many seconds ago at most, or of now: overview and header share them."""
+    def findings(
+        self, connection: Connection, checks: Collection[str] | None = None, *, seconds: float = _FRESH_SECONDS
+    ) -> list[Finding]:
+        """Return the findings of so many seconds ago at most, or those of now by these checks, by default all."""
+
+        def load() -> list[Finding]:
+            queues = self.ranked_queues(connection, seconds=seconds)
+            return examine_delivery(connection, self.settings, self.outbox, queues=queues, checks=checks)
+
+        return self._kept("findings", seconds, load, keeps=checks is None)
+
+    def ranked_queues(self, connection: Connection, *, seconds: float = _FRESH_SECONDS) -> list[RankedQueue]:
+        """Return the queues of so many seconds ago at most, late ones first: the parts of a page share them."""
+        return self._kept("ranked queues", seconds, lambda: reads.rank_queues(connection))
+
+    def _kept(self, name: str, seconds: float, load: Callable[[], _T], *, keeps: bool = True) -> _T:
         asked_at = time.monotonic()
-        read_at, found = self._known.get("findings", (-math.inf, []))
+        read_at, found = self._known.get(name, (-math.inf, None))
         if asked_at - read_at > seconds:
-            found = examine_delivery(connection, self.settings, self.outbox, only_problems=only_problems)
-            if not only_problems:
-                self._known["findings"] = asked_at, found
-        return cast("list[Finding]", found)
+            found = load()
+            if keeps:
+                self._known[name] = asked_at, found
+        return cast("_T", found)
 
     async def tabs(self) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""
@@ -174,7 +195,11 @@ class Dashboard:
 
     async def topics(self, *, seconds: float = _FRESH_SECONDS) -> reads.Topics:
         """Return the topics with messages, at most so many seconds old."""
-        return await self._fresh("topics", reads.topics, seconds=seconds)
+
+        def load(connection: Connection) -> reads.Topics:
+            return reads.topics(connection, self.ranked_queues(connection, seconds=seconds))
+
+        return await self._fresh("topics", load, seconds=seconds)
 
     async def facets(self, which: MessageFilter) -> Facets:
         """Return the topics and queues to choose from for this filter, at most five seconds old."""

@@ -1,8 +1,8 @@
-"""Sent messages by time and latency: those of the last hour by minute, and those of up to two weeks by ten minutes; and
-the ended messages of the last hour by queue and by topic.
+"""The counts of past messages in a process: the sent ones by latency, the ended ones of each queue and topic, and
+those of a queue by the time of their enqueue.
 
-A past slot of time does not change, so a process counts it only once. It counts from the newest slot to the oldest, for
-a short time per request. Readers see the slots counted so far. The depth of a queue is counted for each request.
+A past slot of time does not change, so a process counts it only once. It counts from the newest minute to the oldest,
+for a short time per request. Readers see the slots counted so far.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import operator_connection, sql
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from pgoutbox.dashboard.types import Connection
 
 MINUTES: Final = 60
-_BUDGET_SECONDS: Final = 0.08
-# A range of days has more to count, and nobody watches it all the time.
-_RANGE_BUDGET_SECONDS: Final = 0.25
+# Of each request.
+_BUDGET_SECONDS: Final = 0.05
 # A transaction can commit later than the finish time that it writes.
 _SETTLED: Final = timedelta(minutes=2)
 MINUTE: Final = timedelta(minutes=1)
 _THREE_MINUTES: Final = timedelta(minutes=3)
 _TEN_MINUTES: Final = timedelta(minutes=10)
-# The first step counts all slots that are not settled, so that the next one makes progress.
-_FIRST_STEP: Final = {MINUTE: 5, _THREE_MINUTES: 2, _TEN_MINUTES: 2}
 _BUCKETS_OF_A_DOUBLING: Final = 12
 # A page has two seconds for a statement.
-_STEP_SECONDS: Final = 1.0
+_MINUTE_SECONDS: Final = 1.0
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# Those of the overview, of the lists, and of the queues that were shown last.
+_MOST_CONTENTS: Final = 32
 
 
 class Range(NamedTuple):
@@ -70,88 +69,104 @@ LAST_HOUR: Final = Range("1h", _THREE_MINUTES, 21)
 Latencies: TypeAlias = Counter[int]
 """The sent messages of a slot of time by bucket of their latency."""
 
+_Known: TypeAlias = dict[tuple[datetime, timedelta], Counter[Any]]
+"""Counted times by beginning and length: slots, and the minutes of a slot that is not counted as a whole yet."""
+
 
 class History:
-    """The counted slots of a process, by their contents and their width. Thread-safe."""
+    """The counted times of a process, by their contents and the width of their slots. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, timedelta], dict[datetime, Counter[Any]]] = {}
+        self._known: dict[tuple[str, timedelta], tuple[datetime, _Known]] = {}
         self._lock = threading.Lock()
 
     def sent(self, connection: Connection, now: datetime, asked: Range) -> dict[datetime, Latencies]:
         """Return the sent messages of a range by slot. The oldest slots are missing until they are counted."""
-        return self._slots(connection, now, asked, "sent", sql.SENT_BY_TIME)
+        found: dict[datetime, Latencies] = {}
+        for at, latencies in self._slots(connection, now, asked, "sent", sql.SENT_BY_TIME).items():
+            found.setdefault(_slot(at, asked.width), Counter()).update(latencies)
+        return found
 
     def ended(
         self, connection: Connection, now: datetime, by: Literal["queue", "topic"]
     ) -> dict[datetime, Counter[str]]:
         """Return the ended messages of `LAST_HOUR` by slot and by name, likewise."""
-        return self._slots(connection, now, LAST_HOUR, by, sql.ENDED_BY_NAME)
+        return self._slots(connection, now, LAST_HOUR, by, sql.ENDED_BY_NAME, by=by)
+
+    def depth(self, connection: Connection, now: datetime, asked: Range, queue: str, cap: int) -> dict[datetime, int]:
+        """Return how many messages of a queue were pending or in flight at the beginnings of the slots, and now.
+
+        The oldest slots are missing until they are counted. At most `cap` live messages of each lane count.
+        """
+        slots = asked.slots(now)
+        before = slots[0] - asked.width
+        created: Counter[datetime] = Counter()
+        ended: Counter[datetime] = Counter()
+        # An act can make ended messages pending again: then all are counted again.
+        ((_, last_act, *_),) = connection.execute(sql.PULSE)
+        what = f"depth of {queue} after act {last_act}"
+        counted = self._slots(connection, now, asked, what, sql.ENDED_BY_TIME, queue=queue)
+        for at, by_created in counted.items():
+            ended[_slot(at, asked.width)] += by_created.total()
+            for created_at, messages in by_created.items():
+                created[max(_slot(created_at, asked.width), before)] += messages
+        parameters = {"queue": queue, "width": asked.width.total_seconds(), "since": before, "cap": cap}
+        for created_at, messages in connection.execute(sql.LIVE_BY_TIME, parameters):
+            created[created_at.astimezone(UTC)] += messages
+        # Messages that ended at times that are not counted are missing from both numbers.
+        counted_from = max(min(counted, default=now), slots[0])
+        waiting, found = 0, dict[datetime, int]()
+        for slot in [before, *slots]:
+            if slot >= counted_from:
+                found[slot] = waiting
+            waiting += created[slot] - ended[slot]
+        return {**found, now: waiting}
 
     def _slots(
-        self, connection: Connection, now: datetime, asked: Range, by: str, statement: LiteralString
+        self, connection: Connection, now: datetime, asked: Range, what: str, statement: LiteralString, **names: str
     ) -> dict[datetime, Counter[Any]]:
+        """Return the counted slots of a range, ten minutes long at most: the newest ones, without a gap."""
         width = min(asked.width, _TEN_MINUTES)
         wanted = _newest_first(now, width, asked.width * asked.slot_count // width)
         with self._lock:
-            known = self._known.get((by, width), {})
-            counted = {at: known[at] for at in wanted if at in known}
+            known = _still_valid(now, *self._known.get((what, width), (now, {})))
 
-        def count(first: datetime, last: datetime) -> None:
-            parameters = {"width": width.total_seconds(), "from": first, "to": last + width, "by": by}
+        def count(first: datetime, last: datetime, length: timedelta) -> None:
+            parameters = {"width": length.total_seconds(), "from": first, "to": last + length, **names}
             rows = connection.execute(statement, parameters).fetchall()
-            counted.update({at: Counter() for at in _from_to(first, last, width)})
+            known.update({(at, length): Counter() for at in _newest_first(last, length, (last - first) // length + 1)})
             for at, key, messages in rows:
-                counted[at.astimezone(UTC)][key] += messages
+                known[at.astimezone(UTC), length][key] += messages
 
         with allowing_bitmaps(connection):
-            missing = [at for at in wanted if at not in counted]
-            seconds = _RANGE_BUDGET_SECONDS if width == _TEN_MINUTES else _BUDGET_SECONDS
-            _count_back(connection, missing, width, _FIRST_STEP[width], seconds, count)
+            _count_back(connection, now, wanted, width, known, count)
+        found = _without_gap(now, wanted, width, known)
+        known.update({(at, width): counts for at, counts in found.items()})
+        oldest = now - (_LONGEST if width == _TEN_MINUTES else asked.width * asked.slot_count)
         with self._lock:
-            settled = {at: found for at, found in counted.items() if at + width + _SETTLED <= now}
-            oldest = now - (_LONGEST if width == _TEN_MINUTES else asked.width * asked.slot_count)
-            known = {**self._known.get((by, width), {}), **settled}
-            self._known[by, width] = {at: found for at, found in known.items() if at > oldest}
-        slots: dict[datetime, Counter[Any]] = {}
-        for at in _without_gap(wanted, counted):
-            slots.setdefault(_slot(at, asked.width), Counter()).update(counted[at])
-        return slots
+            known = _still_valid(now, *self._known.pop((what, width), (now, {}))) | known
+            kept = {
+                (at, length): counts
+                for (at, length), counts in known.items()
+                # The current minute is not over. A long slot would take too long to count again.
+                if oldest < at <= now - length and (length == MINUTE or at <= now - length - _SETTLED)
+            }
+            self._known[what, width] = (
+                now,
+                {
+                    (at, length): counts
+                    for (at, length), counts in kept.items()
+                    if length == width or (_slot(at, width), width) not in kept
+                },
+            )
+            while len(self._known) > _MOST_CONTENTS:
+                del self._known[next(iter(self._known))]
+        return found
 
 
-def depth(connection: Connection, queue: str, now: datetime, asked: Range, cap: int) -> dict[datetime, int]:
-    """Return how many messages of a queue were pending or in flight at the beginnings of the slots, and now.
-
-    The oldest times are missing if counting takes too long. At most `cap` live messages of each lane count.
-    """
-    slots = asked.slots(now)
-    before = slots[0] - asked.width
-    names = {"queue": queue, "width": asked.width.total_seconds(), "since": before}
-    created: Counter[datetime] = Counter()
-    ended: Counter[datetime] = Counter()
-    part = min(asked.width, _TEN_MINUTES)
-    parts = _newest_first(now, part, (now - slots[0]) // part + 1)
-    counted_from = now
-
-    def count(first: datetime, last: datetime) -> None:
-        nonlocal counted_from
-        rows = connection.execute(sql.ENDED_BY_TIME, {**names, "from": first, "to": last + part})
-        for created_slot, ended_slot, messages in rows:
-            created[created_slot.astimezone(UTC)] += messages
-            ended[ended_slot.astimezone(UTC)] += messages
-        counted_from = first
-
-    with allowing_bitmaps(connection):
-        _count_back(connection, parts, part, 1, _RANGE_BUDGET_SECONDS, count)
-    for created_slot, messages in connection.execute(sql.LIVE_BY_TIME, {**names, "cap": cap}):
-        created[created_slot.astimezone(UTC)] += messages
-    # Messages that ended at times that are not counted are missing from both numbers.
-    waiting, found = 0, dict[datetime, int]()
-    for slot in [before, *slots]:
-        if slot >= max(counted_from, slots[0]):
-            found[slot] = waiting
-        waiting += created[slot] - ended[slot]
-    return {**found, now: waiting}
+def _still_valid(now: datetime, then: datetime, known: _Known) -> _Known:
+    """Return the times counted by `then`, without those that have become settled since."""
+    return {(at, length): counts for (at, length), counts in known.items() if not then < at + length + _SETTLED <= now}
 
 
 def _newest_first(now: datetime, width: timedelta, count: int) -> list[datetime]:
@@ -164,49 +179,78 @@ def _slot(moment: datetime, width: timedelta) -> datetime:
     return moment.astimezone(UTC) - (moment - _EPOCH) % width
 
 
-def _from_to(first: datetime, last: datetime, width: timedelta) -> list[datetime]:
-    return [first + number * width for number in range((last - first) // width + 1)]
+def _minutes(slot: datetime, width: timedelta, now: datetime) -> list[datetime]:
+    """Return the minutes of a slot that have begun, the newest first."""
+    last = min(now, slot + width - MINUTE)
+    return _newest_first(last, MINUTE, (last - slot) // MINUTE + 1)
 
 
-def _without_gap(wanted: list[datetime], counted: Mapping[datetime, object]) -> list[datetime]:
-    """Return the counted slots, the oldest first, without those older than a missing one."""
-    gap = next((place for place, at in enumerate(wanted) if at not in counted), len(wanted))
-    return wanted[:gap][::-1]
+def _without_gap(
+    now: datetime, wanted: list[datetime], width: timedelta, known: _Known
+) -> dict[datetime, Counter[Any]]:
+    """Return the counted slots, without those older than one of which a minute is missing."""
+    found: dict[datetime, Counter[Any]] = {}
+    for slot in wanted:
+        if (slot, width) in known:
+            found[slot] = known[slot, width]
+            continue
+        minutes = [(at, MINUTE) for at in _minutes(slot, width, now)]
+        if not known.keys() >= set(minutes):
+            break
+        found[slot] = Counter()
+        for minute in minutes:
+            found[slot].update(known[minute])
+    return found
 
 
 def _count_back(
     connection: Connection,
-    missing: list[datetime],
+    now: datetime,
+    wanted: list[datetime],
     width: timedelta,
-    first_step: int,
-    budget_seconds: float,
-    count: Callable[[datetime, datetime], None],
+    known: _Known,
+    count: Callable[[datetime, datetime, timedelta], None],
 ) -> None:
-    """Count the missing slots, the newest first, until the time is over. Quick steps grow.
+    """Count the missing minutes of these slots, the newest first, until the time is over. Quick steps grow.
 
-    A step that takes too long is repeated for one slot. If that takes too long, it and all older slots stay missing.
+    A step that takes too long is repeated for one minute. If that takes too long, it and all older times stay missing.
     """
-    ends_at = time.monotonic() + budget_seconds
-    steps, step = 0, first_step
-    with operator_connection.limiting(_STEP_SECONDS):
-        operator_connection.prepare(connection)
-        # The newest slots are counted every time. At least one more step is made, however long it takes.
-        while missing and (steps < 2 or time.monotonic() < ends_at):
-            began_at = time.monotonic()
-            newest = missing[0]
-            slots = [at for at in missing if newest - at < step * width]
-            steps += 1
-            try:
-                with connection.transaction():
-                    count(slots[-1], newest)
-            except psycopg.errors.QueryCanceled:
-                if len(slots) == 1:
-                    break
-                step = 1
-                continue
-            missing = missing[len(slots) :]
-            is_quick = time.monotonic() - began_at < budget_seconds / 8
-            step = step * 2 if is_quick else max(first_step, step // 2)
+    ends_at = time.monotonic() + _BUDGET_SECONDS
+    missing = [slot for slot in wanted if (slot, width) not in known]
+    step, is_further = _SETTLED + MINUTE, False
+    # The newest minutes are counted every time. At least one more is counted, however long it takes.
+    while missing and (not is_further or time.monotonic() < ends_at):
+        minutes = [at for at in _minutes(missing[0], width, now) if (at, MINUTE) not in known]
+        if not minutes:
+            missing = missing[1:]
+            continue
+        # A settled minute is not counted again: retention may have deleted its messages.
+        begun = {_slot(at, width) for at, part in known if part == MINUTE}
+        whole = [at for at in missing if at not in begun and at + width - MINUTE <= now]
+        is_whole = step >= width and missing[0] in whole
+        length, left = (width, whole) if is_whole else (MINUTE, minutes)
+        adjacent = [at for number, at in enumerate(left) if left[0] - at == number * length < step]
+        first, last = adjacent[-1], adjacent[0]
+        is_minute = last + length - first == MINUTE
+        began_at = time.monotonic()
+        seconds = _MINUTE_SECONDS if is_minute else max(0.01, ends_at - began_at)
+        try:
+            with operator_connection.limiting(seconds), connection.transaction():
+                operator_connection.prepare(connection)
+                count(first, last, length)
+        except psycopg.errors.QueryCanceled:
+            if is_minute:
+                break
+            step = MINUTE
+            continue
+        if is_whole:
+            missing = [at for at in missing if at < first]
+        is_further = is_further or first <= now - MINUTE - _SETTLED
+        taken = time.monotonic() - began_at
+        if taken < _BUDGET_SECONDS / 4:
+            step *= 2
+        elif taken > _BUDGET_SECONDS / 2:
+            step = max(MINUTE, step / 2)
     operator_connection.prepare(connection)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pgoutbox.dashboard import charts, history, inputs, reads
+from pgoutbox.dashboard import charts, inputs, reads
 from pgoutbox.dashboard.access import is_live, operators_only
 from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
@@ -187,10 +187,14 @@ async def queues(request: Request) -> Response:
     """Show the queues with their backlog and limits, or only the requested queue, even if it is unused."""
     given = request.query_params
     asked, prefix = inputs.asked_queue_of(given), inputs.text_of(given, "start", at_most=63)
+    dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
-        found = reads.queues(connection, prefix=prefix or "", limit=reads.PAGE_ROWS)
-        ended = dashboard_of(request).history.ended(connection, now := reads.now(connection), "queue")
+        ranked = (
+            reads.rank_queues(connection, prefix=prefix) if prefix else dashboard.ranked_queues(connection, seconds=0)
+        )
+        found = reads.queues(connection, ranked, limit=reads.PAGE_ROWS)
+        ended = dashboard.history.ended(connection, now := reads.now(connection), "queue")
         lines = charts.ended_lines(now, ended, [row.queue for row in found.rows])
         return {"queues": found.rows, "total": found.total, "lines": lines}
 
@@ -207,7 +211,7 @@ async def _queue(request: Request, name: str) -> Response:
         now = reads.now(connection)
         found = reads.queue(connection, name)
         is_unused = not reads.is_used(connection, found)
-        known = history.depth(connection, name, now, asked, reads.DEPTH_CAP)
+        known = dashboard_of(request).history.depth(connection, now, asked, name, reads.DEPTH_CAP)
         return {"q": found, "is_unused": is_unused, "depth": charts.depth(asked, now, known)}
 
     return await _show(

@@ -12,6 +12,7 @@ import psycopg
 
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
+from pgoutbox.doctor.context import RankedQueue
 from pgoutbox.message import State
 from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
 from pgoutbox.operations.window import Window
@@ -39,7 +40,7 @@ DEPTH_CAP: Final = 10_000
 FAILED_CAP: Final = 100_000
 MAX_BREAKERS: Final = 75
 # Ten times so many rows in all, if the queues are few.
-EACH_QUEUE: Final = {"prefix": "", "queues": QUEUE_NAMES, "rows": QUEUE_CAP}
+EACH_QUEUE: Final[dict[str, Any]] = {"prefix": "", "queues": QUEUE_NAMES, "rows": QUEUE_CAP}
 _RUNNING: Final = 5
 MAX_GROUPS: Final = 60
 _SUPERSEDED: Final = 20
@@ -91,10 +92,9 @@ class Queues(NamedTuple):
 
 
 class TopicRow(NamedTuple):
-    """A topic with messages now or in the last minutes.
+    """A topic with its messages.
 
-    `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds. `first_id` is the
-    pending message that is due first. `error_ids` are the newest pending message of which an attempt
+    `first_id` is the pending message that is due first. `error_ids` are the newest pending message of which an attempt
     has failed, and the newest failed one.
     """
 
@@ -103,9 +103,6 @@ class TopicRow(NamedTuple):
     due: Count
     in_flight: Count
     failed: Count
-    per_second: float | None = None
-    waited: Sequence[float] | None = None
-    handled: Sequence[float] | None = None
     first_id: int | None = None
     error_ids: Sequence[int] = ()
 
@@ -115,6 +112,18 @@ class Topics(NamedTuple):
 
     rows: dict[str, TopicRow]
     nothing: TopicRow
+
+
+class TopicRate(NamedTuple):
+    """The ended messages of a topic; columns in the order of RATES_BY_TOPIC.
+
+    `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds.
+    """
+
+    topic: str
+    per_second: float
+    waited: Sequence[float] | None
+    handled: Sequence[float] | None
 
 
 class WorkerRow(NamedTuple):
@@ -239,17 +248,20 @@ def capped(messages: int) -> Count:
     return Count(min(messages, QUEUE_CAP), "at least" if messages > QUEUE_CAP else "exactly")
 
 
-def queues(connection: Connection, *, prefix: str = "", limit: int = MAX_QUEUES) -> Queues:
-    """Return the queues with messages, a pause or limits whose names begin with `prefix`.
+def rank_queues(connection: Connection, *, prefix: str = "") -> list[RankedQueue]:
+    """Return the queues with messages, a pause or limits whose names begin with `prefix`, late ones first.
 
-    Those whose oldest due message waits for longest are first.
+    At most one above `QUEUE_NAMES`.
     """
-    parameters = {"prefix": prefix, "queues": QUEUE_NAMES + 1, "limit": limit}
-    ranked = connection.execute(sql.RANK_QUEUES, parameters).fetchall()
-    names = [row[0] for row in ranked]
+    parameters = {"prefix": prefix, "queues": QUEUE_NAMES + 1}
+    return [RankedQueue._make(row) for row in connection.execute(sql.RANK_QUEUES, parameters).fetchall()]
+
+
+def queues(connection: Connection, ranked: Sequence[RankedQueue], *, limit: int = MAX_QUEUES) -> Queues:
+    """Return the first `limit` of these queues with their numbers."""
+    names = [row.queue for row in ranked[:limit]]
     found = {row.queue: row for row in _live_queues(connection, names, QUEUE_CAP)}
-    total, oldest_due_at = ranked[0][1:] if ranked else (0, None)
-    return Queues([found[name] for name in names], total, oldest_due_at)
+    return Queues([found[name] for name in names], len(ranked), ranked[0].oldest_due_at if ranked else None)
 
 
 def few_queues(connection: Connection) -> list[QueueRow]:
@@ -327,55 +339,51 @@ def cause_of(connection: Connection, message_id: int) -> str | None:
 
 def held_topics(connection: Connection) -> Topics:
     """Return the topics with messages in flight and failed ones, with the numbers of these."""
-    return _topics_of(connection, {}, {})
+    return _topics_of(connection, {})
 
 
-def topics(connection: Connection) -> Topics:
-    """Return the topics with messages now or in the last minutes.
+def topics(connection: Connection, ranked: Sequence[RankedQueue]) -> Topics:
+    """Return the topics with messages that wait, are in flight or have failed.
 
-    Of each queue the messages that are due first are counted. If there are more, no number of waiting ones is exact.
+    Of each of these queues the messages that are due first are counted. If there are more, no number of waiting ones is
+    exact.
     """
-    waiting = {row[0]: row[1:] for row in connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"topics": TOPIC_NAMES})}
-    with allowing_bitmaps(connection):
-        rates = connection.execute(sql.RATES_BY_TOPIC, {"seconds": RATE_SECONDS, "cap": _RATE_ROWS})
-        ended = {row[0]: row[1:] for row in rates}
-    return _topics_of(connection, waiting, ended)
+    names = [row.queue for row in ranked[: EACH_QUEUE["queues"]]]
+    rows = connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"names": names, "topics": TOPIC_NAMES}).fetchall()
+    return _topics_of(connection, {row[0]: row[1:] for row in rows})
 
 
-def _topics_of(
-    connection: Connection, waiting: Mapping[str, Sequence[Any]], ended: Mapping[str, Sequence[Any]]
-) -> Topics:
-    held = {row[0]: row[1:] for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP})}
+def _topics_of(connection: Connection, waiting: Mapping[str, Sequence[Any]]) -> Topics:
+    held = {row[0]: row[1:] for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP}).fetchall()}
 
-    def zero(*, is_capped: bool) -> Count:
-        return Count(0, "at least" if is_capped else "exactly")
+    def kind(*, is_capped: bool) -> CountKind:
+        return "at least" if is_capped else "exactly"
 
-    not_waiting = zero(is_capped=any(is_capped for *_, is_capped in waiting.values()))
-    nothing = TopicRow(
-        "",
-        waiting=not_waiting,
-        due=not_waiting,
-        in_flight=zero(is_capped=sum(in_flight for in_flight, *_ in held.values()) >= CAP),
-        failed=zero(is_capped=sum(failed for _, failed, _ in held.values()) >= CAP),
-    )
-    rows: dict[str, TopicRow] = {}
-    for name in {*waiting, *held, *ended}:
+    waits = kind(is_capped=any(is_capped for *_, is_capped in waiting.values()))
+    flies = kind(is_capped=sum(in_flight for in_flight, *_ in held.values()) >= CAP)
+    fails = kind(is_capped=sum(failed for _, failed, _ in held.values()) >= CAP)
+
+    def row(name: str) -> TopicRow:
         messages, due, first_id, tried_id, _ = waiting.get(name, (0, 0, None, None, False))
         in_flight, failed, failed_id = held.get(name, (0, 0, None))
-        per_second, waited, handled = ended.get(name, (None, None, None))
-        rows[name] = TopicRow(
+        return TopicRow(
             name,
-            nothing.waiting + Count(messages),
-            nothing.due + Count(due),
-            nothing.in_flight + Count(in_flight),
-            nothing.failed + Count(failed),
-            per_second,
-            waited,
-            handled,
+            Count(messages, waits),
+            Count(due, waits),
+            Count(in_flight, flies),
+            Count(failed, fails),
             first_id,
             [error_id for error_id in (tried_id, failed_id) if error_id is not None],
         )
-    return Topics(rows, nothing)
+
+    return Topics({name: row(name) for name in {*waiting, *held}}, row(""))
+
+
+def rates(connection: Connection, names: Sequence[str]) -> dict[str, TopicRate]:
+    """Return the rates of those of these topics of which messages ended in the last minutes."""
+    with allowing_bitmaps(connection):
+        parameters = {"topics": list(names), "seconds": RATE_SECONDS, "cap": _RATE_ROWS}
+        return {row[0]: TopicRate._make(row) for row in connection.execute(sql.RATES_BY_TOPIC, parameters)}
 
 
 def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> dict[int, ListedMessage]:

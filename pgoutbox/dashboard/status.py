@@ -11,7 +11,6 @@ from starlette.routing import Route
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.dashboard import dashboard_of
-from pgoutbox.dashboard.history import RANGES
 from pgoutbox.doctor import Level, verdict
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import iso_utc
@@ -21,26 +20,30 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.dashboard.dashboard import Notices, Overview
+    from pgoutbox.dashboard.dashboard import Notices
     from pgoutbox.dashboard.types import Connection
+    from pgoutbox.doctor import Finding
 
 
 async def status(request: Request) -> Response:
-    """Return the data of the overview, the queues and the breakers, with sensitive values hidden."""
+    """Return the findings, and the numbers of messages, queues, breakers and workers, with sensitive values hidden."""
     dashboard = dashboard_of(request)
     hidden = dashboard.names_of(None)
-    found, notices = await dashboard.overview(RANGES["1h"]), await dashboard.notices()
-    details = await dashboard.database.read(lambda connection: _details(connection, found.now, hidden))
-    body = json.dumps({**_overview(found, notices, hidden), **details}, default=_json_value)
+    notices = await dashboard.notices()
+
+    def load(connection: Connection) -> dict[str, object]:
+        queues = reads.queues(connection, dashboard.ranked_queues(connection))
+        return {**_verdict(dashboard.findings(connection), notices, hidden), **_numbers(connection, queues, hidden)}
+
+    body = json.dumps(await dashboard.database.read(load), default=_json_value)
     return Response(f"{body}\n", media_type="application/json")
 
 
-def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[str, object]:
-    levels = {finding.level for finding in found.problems} | ({Level.PROBLEM} if notices.is_copy else set())
+def _verdict(findings: Sequence[Finding], notices: Notices, hidden: Sequence[str]) -> dict[str, object]:
+    levels = {finding.level for finding in findings} | ({Level.PROBLEM} if notices.is_copy else set())
     return {
-        "time": found.now,
         "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
-        "verdict": redact_text(verdict(found.problems), hidden),
+        "verdict": redact_text(verdict(findings), hidden),
         "findings": [
             _part(finding, "check", "level", "code", "why", "fix")
             | {
@@ -48,18 +51,25 @@ def _overview(found: Overview, notices: Notices, hidden: Sequence[str]) -> dict[
                 "what": redact_text(finding.what, hidden),
                 "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
             }
-            for finding in found.problems
+            for finding in findings
         ],
-        "messages": {state: {"count": count.messages, "kind": count.kind} for state, count in found.states.items()},
         "redirects": notices.redirects.as_json(),
         "is_copy": notices.is_copy,
-        "workers": [_part(worker, "worker", "queues", "topics", "in_flight", "ended_at") for worker in found.workers],
     }
 
 
-def _details(connection: Connection, now: datetime, hidden: Sequence[str]) -> dict[str, object]:
-    queues = reads.queues(connection)
+def _numbers(connection: Connection, queues: reads.Queues, hidden: Sequence[str]) -> dict[str, object]:
+    now = reads.now(connection)
     return {
+        "time": now,
+        "messages": {
+            state: {"count": count.messages, "kind": count.kind}
+            for state, count in reads.count_states(connection).items()
+        },
+        "workers": [
+            _part(worker, "worker", "queues", "topics", "in_flight", "ended_at")
+            for worker in reads.running_workers(connection)
+        ],
         "failed_of_day": min(reads.count_failed_of_day(connection), reads.CAP),
         "oldest_due_seconds": _waiting_seconds(queues.oldest_due_at, now),
         "queues": [

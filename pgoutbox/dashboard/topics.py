@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio.to_thread
@@ -48,7 +49,6 @@ async def topics(request: Request) -> Response:
     outbox = dashboard.outbox
     found = await dashboard.topics()
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
-    names = sorted(name for name in {*known, *found.rows} if name.startswith(start)) if asked is None else [asked]
 
     def rank(name: str) -> tuple[bool, bool, bool]:
         # Topics with due or failed messages need attention first: topics whose messages were all sent can fill a page.
@@ -56,16 +56,23 @@ async def topics(request: Request) -> Response:
         needs_a_look = row is not None and bool(row.due.messages or row.failed.messages)
         return not needs_a_look, row is None, name in known and known[name].handler is not None
 
-    shown = sorted(names, key=rank)[: reads.PAGE_ROWS]
-    rows = [found.rows.get(name, found.nothing._replace(topic=name)) for name in shown]
-
     def load(connection: Connection) -> dict[str, object]:
-        named = reads.of_topics(connection, rows).values()
         ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
+        names = {*known, *found.rows, *chain.from_iterable(ended.values())}
+        begun = [asked] if asked is not None else sorted(name for name in names if name.startswith(start))
+        rows = [
+            found.rows.get(name, found.nothing._replace(topic=name))
+            for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]
+        ]
+        shown = [row.topic for row in rows]
+        messages = reads.of_topics(connection, rows).values()
         return {
             "now": now,
+            "topics": [(row, known.get(row.topic)) for row in rows],
+            "topic_count": len(begun),
+            "rates": reads.rates(connection, shown),
             "lines": ended_lines(now, ended, shown),
-            "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in named},
+            "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in messages},
             "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
             "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
         }
@@ -80,8 +87,6 @@ async def topics(request: Request) -> Response:
             "problems": () if asked is None else await dashboard.findings_about("topic", asked),
             "start": start,
             "asked": asked,
-            "topics": [(row, known.get(row.topic)) for row in rows],
-            "topic_count": len(names),
             "rate_minutes": reads.RATE_SECONDS // 60,
             "cap": reads.GROUP_ROWS,
             "most_groups": _MAX_GROUPS,

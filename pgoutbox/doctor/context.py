@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, LiteralString, cast
+from datetime import datetime
+from typing import Any, Final, LiteralString, NamedTuple, cast
 
 import psycopg
 from psycopg.rows import DictRow, dict_row
@@ -16,6 +17,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
 STATEMENT_SECONDS: Final = 10
+MOST_QUEUES: Final = 20_000
 ANSWER_SECONDS = 5.0  # How long a server may take to report its statement timeout.
 
 
@@ -43,9 +45,20 @@ class Limits:
     failures_read: int = 10_000
 
 
+class RankedQueue(NamedTuple):
+    """A queue with the due time of its oldest due message; columns in the order of RANK_QUEUES."""
+
+    queue: str
+    oldest_due_at: datetime | None
+    oldest_seconds: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorContext:
-    """The database connection, the settings and the thresholds of the database checks."""
+    """The database connection, the settings and the thresholds of the database checks.
+
+    `ranked` are the queues with live messages or controls, once a check has asked for them.
+    """
 
     settings: Settings
     outbox: Outbox | None
@@ -53,6 +66,15 @@ class DoctorContext:
     limits: Limits = field(default_factory=Limits)
     statement_seconds: float = STATEMENT_SECONDS
     clock: Callable[[], float] = time.time
+    ranked: list[RankedQueue] = field(default_factory=list)
+
+    def ranked_queues(self) -> list[RankedQueue]:
+        """Return the queues with live messages or controls, late ones first. The checks share one read of them."""
+        if not self.ranked:
+            self.ranked.extend(
+                RankedQueue(**row) for row in self.ask(sql.RANK_QUEUES, {"prefix": "", "queues": MOST_QUEUES})
+            )
+        return self.ranked
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """Run one statement in its own read-only transaction, and return its rows."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
+from pgoutbox.doctor.context import MOST_QUEUES
 from pgoutbox.doctor.findings import (
     HOW_TO,
     MAX_QUOTE_LENGTH,
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from pgoutbox.doctor.context import DoctorContext
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
-_LATE_QUEUES = 50  # As many as due_for_long.sql returns.
+_LATE_QUEUES = 50
 # The queues share these rows, of each lane.
-_EVERYWHERE = {"rows": 10_000, "prefix": "", "queues": 20_000}
+_ROWS = 10_000
 _TOPICS = 20_000
 _TOPICS_NAMED = 20
 _WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
@@ -126,7 +127,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
         yield skipped("no-application", "no application given", _WITHOUT_APP)
         return
     handlers = handlers_of(context.outbox, context.settings)
-    rows = context.ask(sql.WAITING_TOPICS, _EVERYWHERE | {"topics": _TOPICS})
+    rows = context.ask(sql.WAITING_TOPICS, _everywhere(context) | {"queues": MOST_QUEUES, "topics": _TOPICS})
     waiting = {row["topic"]: _count_of(row) for row in rows if row["topic"] not in handlers}
     worst = sorted(waiting, key=lambda topic: (-waiting[topic].messages, topic))
     for topic in worst[:_TOPICS_NAMED]:
@@ -274,14 +275,20 @@ def check_payloads(context: DoctorContext) -> Iterator[Note]:
     yield all_ok("payloads-readable", "a sample of the pending payloads fits the models")
 
 
+def _everywhere(context: DoctorContext) -> dict[str, object]:
+    return {"names": [queue.queue for queue in context.ranked_queues()], "rows": _ROWS}
+
+
 def check_due(context: DoctorContext) -> Iterator[Note]:
     """Find queues with late messages, and the cause."""
     seconds = context.limits.late_seconds
     if not context.settings.listen:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
+    late = [queue.queue for queue in context.ranked_queues() if (queue.oldest_seconds or 0) > seconds]
     running, runs = _workers(context)
     unserved = []
-    for queue in context.ask(sql.DUE_FOR_LONG, {"seconds": seconds, **_EVERYWHERE}):
+    names = late[:_LATE_QUEUES]
+    for queue in context.ask(sql.DUE_FOR_LONG, {"names": names, "seconds": seconds, "rows": _ROWS}) if names else ():
         if queue["oldest_seconds"] <= 2 * _run_interval(context, queue["queue"], running, runs):
             continue
         what = f"queue {queue['queue']}: {_count_of(queue)} due, the oldest for {duration(queue['oldest_seconds'])}"
@@ -295,20 +302,20 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
             unserved.append((queue, note))
         else:
             yield note
-    yield from _without_any_worker(unserved)
+    yield from _without_any_worker(unserved, len(late))
     yield all_ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
 
 
-def _without_any_worker(unserved: list[tuple[DictRow, Note]]) -> Iterator[Note]:
+def _without_any_worker(unserved: list[tuple[DictRow, Note]], late_count: int) -> Iterator[Note]:
     """Yield one finding for all late queues that miss nothing but a worker."""
     if len(unserved) < 2:
         yield from (note for _, note in unserved)
         return
     queues = [queue for queue, _ in unserved]
-    has_read_all = queues[0]["queue_count"] <= _LATE_QUEUES
+    has_read_all = late_count <= _LATE_QUEUES
     count = sum((_count_of(queue) for queue in queues), start=Count(0, "exactly" if has_read_all else "at least"))
     number = len(queues)
-    which = pluralize(number, "queue") if has_read_all else f"at least {number} of {queues[0]['queue_count']} queues"
+    which = pluralize(number, "queue") if has_read_all else f"at least {number} of {late_count} queues"
     yield problem(
         "due-without-worker",
         f"{which}: {count} due, the oldest for {duration(queues[0]['oldest_seconds'])}: no worker "
@@ -331,7 +338,7 @@ def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], ru
 def check_undelivered(context: DoctorContext) -> Iterator[Note]:
     """Find messages that were due long ago and have no final state, whatever the reason."""
     seconds = context.limits.undelivered_seconds
-    for row in context.ask(sql.UNDELIVERED, {"seconds": seconds, **_EVERYWHERE}):
+    for row in context.ask(sql.UNDELIVERED, _everywhere(context) | {"seconds": seconds}):
         yield warning(
             "undelivered-for-long",
             f"queue {row['queue']}: {_count_of(row)} undelivered for more than {duration(seconds)}, message "
@@ -557,7 +564,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
     settings = context.settings
     waiting = {
         row["scheme"]: _count_of(row)
-        for row in context.ask(sql.PENDING_SCHEMES, _EVERYWHERE)
+        for row in context.ask(sql.PENDING_SCHEMES, _everywhere(context))
         if row["scheme"] is not None
     }
     missing = {scheme: count for scheme, count in waiting.items() if not is_served(scheme, settings, context.outbox)}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import psycopg
 
 from pgoutbox.doctor import delivery, server, transports
-from pgoutbox.doctor.context import DoctorContext, Limits, connected
+from pgoutbox.doctor.context import DoctorContext, Limits, RankedQueue, connected
 from pgoutbox.doctor.environment import check_settings, check_tls
 from pgoutbox.doctor.findings import Finding, Level, Notes, error_text, run_check
 from pgoutbox.errors import PgOutboxError
@@ -56,8 +56,8 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
 }
 
 _DELIVERY_CHECKS: Final = ("workers", "due", "undelivered", "breakers", "redirect", "failed")
-# Those of them that find problems. The others find only warnings.
-_FINDING_PROBLEMS: Final = ("due", "redirect")
+FINDING_PROBLEMS: Final = ("due", "redirect")
+"""The checks of delivery that find problems. The others find only warnings."""
 
 
 def examine(
@@ -104,12 +104,13 @@ def examine_delivery(
     settings: Settings,
     outbox: Outbox | None = None,
     *,
-    only_problems: bool = False,
+    queues: Sequence[RankedQueue] = (),
+    checks: Collection[str] | None = None,
 ) -> list[Finding]:
     """Return the problems and warnings of delivery, each cause once, the worst first: what a person on call must know.
 
-    Runs in the transaction of the connection, if there is one. With `only_problems`, checks that find only warnings do
-    not run.
+    Runs in the transaction of the connection, if there is one. `queues` are those of a few seconds ago, if they are
+    known. Only these `checks` run, by default all of delivery.
     """
     context = DoctorContext(
         settings=settings,
@@ -117,9 +118,10 @@ def examine_delivery(
         connection=connection,
         limits=_WATCHED_LIMITS,
         statement_seconds=_WATCHED_SECONDS,
+        ranked=list(queues),
     )
-    checks = _FINDING_PROBLEMS if only_problems else _DELIVERY_CHECKS
-    found = [finding for check in checks for finding in run_check(check, partial(_SCHEMA_CHECKS[check], context))]
+    asked = [check for check in _DELIVERY_CHECKS if checks is None or check in checks]
+    found = [finding for check in asked for finding in run_check(check, partial(_SCHEMA_CHECKS[check], context))]
     faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 

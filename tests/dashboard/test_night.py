@@ -12,6 +12,7 @@ import pytest
 
 from pgoutbox.dashboard import create_app
 from pgoutbox.doctor import Level, examine_delivery
+from pgoutbox.doctor.runner import FINDING_PROBLEMS
 from tests.support import night
 from tests.support.command_line import clean_environment, cli, cli_anywhere
 from tests.support.html_page import Page
@@ -122,7 +123,7 @@ def test_the_header_counts_the_problems_of_the_overview(halting: int, db: psycop
     settings = web_settings(dsn=dsn)
     problems = [found for found in examine_delivery(db, settings) if found.level is Level.PROBLEM]
     assert len(problems) >= 3
-    assert examine_delivery(db, settings, only_problems=True)[: len(problems)] == problems
+    assert examine_delivery(db, settings, checks=FINDING_PROBLEMS)[: len(problems)] == problems
 
 
 def test_each_fault_is_found_and_ended_in_the_dashboard_alone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +15,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.text import Count
 from tests.support.messages import CLAIM_ALL, put
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +79,7 @@ IN_FAILED = MessageFilter(states=(State.FAILED,), text="nowhere")
 IN_GROUP = MessageFilter(error_group="0" * 12)
 # The application stores them far apart from each other.
 SELECTED = MessageFilter(ids=(1, 5, 10**12))
-EACH_QUEUE = {"prefix": "", "queues": 10, "rows": CAP}
+EACH_QUEUE = {"prefix": "", "names": ["default"], "queues": 10, "rows": CAP}
 NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 
@@ -112,14 +113,14 @@ def most_read(plan: dict[str, Any]) -> int:
     ("name", "parameters", "bound"),
     [
         ("LIVE_QUEUES", {"queues": ["default"], "cap": CAP}, 8 * CAP + IN_FLIGHT_COUNT),
-        ("RANK_QUEUES", {"prefix": "", "queues": 10, "limit": 5}, 10),
-        ("RANK_QUEUES", {"prefix": "d", "queues": 10, "limit": 5}, 10),
+        ("RANK_QUEUES", EACH_QUEUE, 10),
+        ("RANK_QUEUES", EACH_QUEUE | {"prefix": "d"}, 10),
         ("RUNNING_WORKERS", {"cap": CAP}, CAP),
         ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
         ("LIST_BREAKERS", {**EACH_QUEUE, "limit": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
         ("WAITING_TOPICS", {**EACH_QUEUE, "topics": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
         ("COUNT_BY_TOPIC", {"cap": CAP}, CAP),
-        ("RATES_BY_TOPIC", {"seconds": 300, "cap": CAP}, CAP),
+        ("RATES_BY_TOPIC", {"topics": ["greet"], "seconds": 300, "cap": CAP}, CAP),
         ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),
@@ -162,7 +163,7 @@ def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycop
     db.execute("VACUUM ANALYZE pgoutbox.message_live")
     with db.transaction():
         prepare(db)
-        plan = steps_of(db, "RANK_QUEUES", {"prefix": "", "queues": 1000, "limit": 5})
+        plan = steps_of(db, "RANK_QUEUES", {"prefix": "", "queues": 1000})
     assert pages_read(plan) < 50 * 40
 
 
@@ -195,12 +196,12 @@ def all_steps(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     ("name", "parameters", "most"),
     [
         # The names, and the first message of each lane.
-        ("RANK_QUEUES", {"limit": 5}, 3),
-        # Of 50 queues, five of each lane. While a breaker is open, each is read again.
-        ("DUE_FOR_LONG", {"seconds": 60, "rows": 250}, 3 + 2 * 5),
-        ("WAITING_TOPICS", {"rows": 1, "topics": 10}, 2 * 5 + 1),
-        ("PENDING_SCHEMES", {"rows": 1}, 2 * 5 + 1),
-        ("UNDELIVERED", {"seconds": 60, "rows": 1}, 2 * 5 + 1),
+        ("RANK_QUEUES", {}, 3),
+        # While a breaker is open, each message is read again.
+        ("DUE_FOR_LONG", {"seconds": 60, "rows": 500}, 2 * 2 * 5),
+        ("WAITING_TOPICS", {"rows": 1, "topics": 10}, 2 * 5),
+        ("PENDING_SCHEMES", {"rows": 1}, 2 * 5),
+        ("UNDELIVERED", {"seconds": 60, "rows": 1}, 2 * 5),
         ("OLDEST_UNDELIVERED", {"rows": 1, "max_label_values": 10, "other": "other"}, 1 + 20 + 1),
         # A message that a breaker can hold is read again.
         ("LIST_BREAKERS", {"rows": 1, "limit": 5}, 4 * 5 + 1),
@@ -212,7 +213,8 @@ def test_queues_share_the_rows_that_are_read(
     tenants: psycopg.Connection, name: str, parameters: dict[str, object], most: int
 ) -> None:
     """Of 100 queues with 200 messages each, at most so many of each queue."""
-    plan = steps_of(tenants, name, {"prefix": "", "queues": 1000} | parameters)
+    names = [f"queue-{number}" for number in range(100)]
+    plan = steps_of(tenants, name, {"prefix": "", "queues": 1000, "names": names} | parameters)
     reads = [step for step in all_steps(plan) if step.get("Relation Name") == "message_live"]
     rows = sum((step["Actual Rows"] + step.get("Rows Removed by Filter", 0)) * step["Actual Loops"] for step in reads)
     assert 0 < rows <= most * 100
@@ -235,17 +237,62 @@ def test_only_the_newest_failures_are_read_under_a_generic_plan(db: psycopg.Conn
     assert pages_read(plan) < 60
 
 
-def test_slots_that_take_too_long_together_are_counted_one_by_one(
+def test_minutes_that_take_too_long_together_are_counted_one_by_one(
     db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "_STEP_SECONDS", 0.5)
     monkeypatch.setattr(history, "_BUDGET_SECONDS", 0)
     seconds = "CASE WHEN %(to)s::timestamptz - %(from)s::timestamptz > interval '1 min' THEN 600 ELSE 0 END"
     monkeypatch.setattr(sql, "SENT_BY_TIME", f"SELECT %(from)s::timestamptz, 1, 1 FROM pg_sleep({seconds})")
     with db.transaction():
         prepare(db)
         found = history.History().sent(db, datetime.now(UTC), history.RANGES["1h"])
-    assert [dict(counts) for counts in found.values()] == [{1: 1}]
+    assert len(found) > 2, "the last two minutes are counted again by the next request"
+    assert all(counts == {1: 1} for counts in found.values())
+
+
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_a_minute_is_counted_at_its_end_and_when_it_is_settled(
+    db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """A finish can commit after its minute. Between the two counts, no request counts the minute."""
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    minute = today - timedelta(minutes=30 - place)
+    counted = history.History()
+
+    def messages(after: timedelta, asked: str) -> int:
+        with db.transaction():
+            prepare(db)
+            found = counted.sent(db, minute + after, history.RANGES[asked])
+        return sum(latencies.total() for latencies in found.values())
+
+    for asked in ("1h", "6h"):
+        assert messages(timedelta(seconds=70), asked) == 0
+    put(db, State.SENT)
+    db.execute("UPDATE pgoutbox.message SET finished_at = %s", [minute])
+    for asked in ("1h", "6h"):
+        assert messages(timedelta(seconds=110), asked) == 0
+        assert messages(timedelta(seconds=190), asked) == 1
+    db.execute("DELETE FROM pgoutbox.message")
+    for asked in ("1h", "6h"):
+        assert messages(timedelta(minutes=20), asked) == 1, "a settled minute is not counted again"
+
+
+def test_an_act_begins_a_new_count_of_the_depth(db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redriven message is pending again, so it must not count as an ended one, too."""
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    failed = put(db, State.FAILED, age=timedelta(minutes=20))
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '40 min'")
+    counted = history.History()
+
+    def highest() -> int:
+        with db.transaction():
+            prepare(db)
+            return max(counted.depth(db, reads.now(db), history.RANGES["1h"], "default", 10).values())
+
+    assert highest() == 1
+    Operator(db).redrive(failed)
+    assert highest() == 1
 
 
 def test_only_messages_that_have_failed_an_attempt_count_as_retrying(db: psycopg.Connection) -> None:

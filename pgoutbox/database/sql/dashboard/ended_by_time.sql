@@ -1,8 +1,7 @@
--- The ended messages of a queue by their times of enqueue and of end, those enqueued before `since` together.
+-- The ended messages of a queue by their times of end and of enqueue.
 SELECT
-    greatest(date_bin(make_interval(secs => %(width)s::float8), m.created_at, 'epoch'), %(since)s::timestamptz)
-        AS created_slot,
-    date_bin(make_interval(secs => %(width)s::float8), m.finished_at, 'epoch') AS ended_slot,
+    date_bin(make_interval(secs => %(width)s::float8), m.finished_at, 'epoch') AS slot,
+    date_bin(make_interval(secs => %(width)s::float8), m.created_at, 'epoch') AS created_slot,
     count(*) AS messages
 FROM pgoutbox.message_view AS m
 WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled')

@@ -1,7 +1,10 @@
--- The `limit` queues that need a look first, among up to `queues` names that begin with `prefix`; the number of these names,
--- and the time of their oldest due message. Queues whose oldest due message waits for longest come first.
+-- The queues that need a look first: up to `queues` names that begin with `prefix`, with the due time of their oldest due
+-- message. Those whose oldest due message waits for longest come first.
 \ir _live_queue_names.sql
-SELECT l.queue, count(*) OVER () AS queue_count, min(first.oldest_at) OVER () AS oldest_due_at
+SELECT
+    l.queue,
+    first.oldest_at AS oldest_due_at,
+    extract(epoch FROM now() - first.oldest_at)::float8 AS oldest_seconds
 FROM (
     SELECT named.queue, now() AS until_at, 1 AS rows
     FROM named
@@ -14,4 +17,3 @@ CROSS JOIN LATERAL (
     ) AS m
 ) AS first
 ORDER BY first.oldest_at, l.queue
-LIMIT %(limit)s::bigint

@@ -1,7 +1,7 @@
--- Messages that ended in the last `seconds` by topic: their rate, and the median and the 95th percentile of the seconds in
--- which the sent ones waited and were handled. A sent message waited from its due time to its last claim, or from its
--- enqueue if it was tried again and the due time is no longer known. Of more than `cap` messages only the first ones that
--- are read count, with their own time.
+-- Of these topics the messages that ended in the last `seconds`: their rate, and the median and the 95th percentile of the
+-- seconds in which the sent ones waited and were handled. A sent message waited from its due time to its last claim, or
+-- from its enqueue if it was tried again and the due time is no longer known. Of more than `cap` messages only the first
+-- ones that are read count, with their own time.
 WITH ended AS MATERIALIZED (
     SELECT
         m.topic,
@@ -23,4 +23,5 @@ SELECT
     percentile_disc('{0.5,0.95}'::float8[]) WITHIN GROUP (ORDER BY e.waited) FILTER (WHERE e.is_sent) AS waited,
     percentile_disc('{0.5,0.95}'::float8[]) WITHIN GROUP (ORDER BY e.handled) FILTER (WHERE e.is_sent) AS handled
 FROM ended AS e
+WHERE e.topic = ANY (%(topics)s::text[])
 GROUP BY e.topic

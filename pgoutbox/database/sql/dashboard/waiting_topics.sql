@@ -1,20 +1,20 @@
--- The pending messages of each topic: of each queue those that are due first. They are all there are, unless
--- `is_capped`: then more may wait behind them or in further queues, of any topic.
-\ir _live_queue_names.sql
-, counted AS (
+-- The pending messages of each topic: of each given queue those that are due first. They are all there are, unless
+-- `is_capped`: then more may wait behind them, of any topic, or in queues beyond the first `queues`.
+WITH counted AS (
     SELECT
         one.topic,
         one.id,
         one.available_at,
         one.has_failed,
-        count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
+        l.queue,
+        one.part,
+        l.rows
     FROM (
         SELECT
             named.queue,
             'infinity'::timestamptz AS until_at,
             greatest(5, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
-        FROM named
-        WHERE named.number > 0
+        FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (
         \ir ../doctor/_pending.sql
@@ -26,8 +26,8 @@ SELECT
     count(*) FILTER (WHERE c.available_at <= now()) AS due,
     (array_agg(c.id ORDER BY c.available_at, c.id))[1] AS first_id,
     max(c.id) FILTER (WHERE c.has_failed) AS tried_id,
-    (SELECT bool_or(every.is_capped) FROM counted AS every)
-        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_capped
+    EXISTS (SELECT FROM counted AS e GROUP BY e.queue, e.part, e.rows HAVING count(*) >= e.rows)
+        OR cardinality(%(names)s::text[]) >= %(queues)s::bigint AS is_capped
 FROM counted AS c
 GROUP BY c.topic
 ORDER BY c.topic

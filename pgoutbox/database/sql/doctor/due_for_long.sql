@@ -1,39 +1,25 @@
--- Messages that have been due for longer than `seconds`, by queue, with the possible reasons, those that are late for
--- longest first. The queues share `rows`, of each lane, so that a backlog of one hides no other, and a large backlog has the
--- findings of a small one. A number of messages is exact unless `is_capped`.
-\ir ../dashboard/_live_queue_names.sql
-, late AS MATERIALIZED (
-    SELECT l.queue, l.until_at, first.available_at AS oldest_at, count(*) OVER () AS queue_count
-    FROM (
-        SELECT named.queue, now() - make_interval(secs => %(seconds)s::float8) AS until_at, 1 AS rows
-        FROM named
-        WHERE named.number > 0
-    ) AS l
-    CROSS JOIN LATERAL (
-        SELECT min(m.available_at) AS available_at
-        FROM (
-            \ir _pending.sql
-        ) AS m
-    ) AS first
-    WHERE first.available_at IS NOT NULL
-    ORDER BY first.available_at, l.queue
-    LIMIT 50
-), holds AS MATERIALIZED (
+-- Messages of the given queues that have been due for longer than `seconds`, by queue, with the possible reasons, those that
+-- are late for longest first. The queues share `rows`, of each lane, so that a backlog of one hides no other, and a large
+-- backlog has the findings of a small one. A number of messages is exact unless `is_capped`.
+WITH holds AS MATERIALIZED (
     SELECT b.key, held.hold
     FROM pgoutbox.breaker_view AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
 ), counted AS (
     SELECT
         l.queue,
-        l.oldest_at,
-        l.queue_count,
         found.*
     FROM (
-        SELECT late.*, %(rows)s::bigint / count(*) OVER () AS rows FROM late
+        SELECT
+            late.queue,
+            now() - make_interval(secs => %(seconds)s::float8) AS until_at,
+            %(rows)s::bigint / count(*) OVER () AS rows
+        FROM unnest(%(names)s::text[]) AS late(queue)
     ) AS l
     CROSS JOIN LATERAL (
         SELECT
             count(*) AS messages,
+            min(one.available_at) AS oldest_at,
             coalesce(max(one.number) >= l.rows, false) AS is_capped,
             coalesce(array_agg(DISTINCT one.topic) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind), '{}') AS topics,
             count(*) FILTER (WHERE one.halted_by IS NOT NULL) AS halted,
@@ -46,6 +32,7 @@
         FROM (
             SELECT
                 m.topic,
+                m.available_at,
                 m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p) AS is_paused,
                 -- Only while a breaker is open is the destination read: the view redacts it, which is slow for many rows.
                 CASE WHEN EXISTS (SELECT FROM holds) THEN (
@@ -83,7 +70,6 @@ SELECT
     c.messages,
     c.is_capped,
     extract(epoch FROM now() - c.oldest_at)::float8 AS oldest_seconds,
-    c.queue_count,
     c.topics,
     c.halted,
     c.halted_by,
@@ -108,4 +94,5 @@ SELECT
 FROM counted AS c
 LEFT JOIN pgoutbox.queue_view AS q ON q.name = c.queue
 LEFT JOIN pgoutbox.breaker_view AS b ON b.key = c.breaker
+WHERE c.messages > 0
 ORDER BY c.oldest_at, c.queue

@@ -1,15 +1,13 @@
--- Pending messages by scheme of the destination: of each queue those that are due first. They are all there are, unless
+-- Pending messages by scheme of the destination: of each given queue those that are due first. They are all there are, unless
 -- `is_capped`: then others may wait behind them. The view redacts each destination, which is slow, so few rows are read.
-\ir ../dashboard/_live_queue_names.sql
-, counted AS (
+WITH counted AS (
     SELECT one.destination, count(*) OVER (PARTITION BY l.queue, one.part) >= l.rows AS is_capped
     FROM (
         SELECT
             named.queue,
             'infinity'::timestamptz AS until_at,
             greatest(5, %(rows)s::bigint / count(*) OVER ()) AS rows
-        FROM named
-        WHERE named.number > 0
+        FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (
         \ir _pending.sql

@@ -1,7 +1,6 @@
--- Messages that were due for the first time longer than `seconds` ago, and are still undelivered, by queue: whatever their
--- due time now. A message that was attempted counts from its first attempt. Of each lane of a queue the messages that are
+-- Messages of the given queues that were due for the first time longer than `seconds` ago, and are still undelivered, by
+-- queue: whatever their due time now. A message that was attempted counts from its first attempt. Of each lane of a queue the messages that are
 -- due first are read; the queues share `rows`.
-\ir ../dashboard/_live_queue_names.sql
 SELECT
     u.queue,
     count(*) AS messages,
@@ -15,8 +14,7 @@ FROM (
             named.queue,
             now() - make_interval(secs => %(seconds)s::float8) AS until_at,
             greatest(5, %(rows)s::bigint / count(*) OVER ()) AS rows
-        FROM named
-        WHERE named.number > 0
+        FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (
         (
