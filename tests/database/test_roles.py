@@ -348,7 +348,6 @@ UNSAFE_DEFINERS: Final = """
         AND p.prosecdef
         AND (
             NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
-            AND p.proname <> '_enqueue_receipt' -- tests/database/test_schema.py looks at every name in it.
             OR o.rolsuper
             OR o.rolcanlogin
         )
@@ -967,7 +966,16 @@ BEGIN
 END
 $block$;
 """
-ENQUEUE_ACT: Final[LiteralString] = "SELECT pgoutbox._enqueue_act('mail', '{}', '{\"queue\": \"q\"}', true)"
+ENQUEUE_ACT: Final[LiteralString] = """
+SELECT pgoutbox._enqueue_act(
+    'mail', '{}', pg_catalog.jsonb_populate_record(NULL::pgoutbox.draft, '{"queue": "q"}'), true
+)
+"""
+ENQUEUE_RECEIPT: Final[LiteralString] = """
+SELECT pgoutbox._enqueue_receipt(
+    'mail', '{}', pg_catalog.jsonb_populate_record(NULL::pgoutbox.draft, '{"delay": 1}'), true
+)
+"""
 MANY: Final[LiteralString] = """
 SELECT FROM pgoutbox.enqueue_many('[
     {"topic": "mail", "payload": 1, "delay": 1, "available_at": null},
@@ -998,7 +1006,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         )
         """,
     ),
-    (PRODUCER, "SELECT pgoutbox._enqueue_receipt('mail', '{}', '{\"delay\": 1}', true)"),
+    (PRODUCER, ENQUEUE_RECEIPT),
     (PRODUCER, "SELECT pgoutbox.lock_for_enqueue()"),
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', delay => '1 s')"),
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),

@@ -59,7 +59,9 @@ SELECT * FROM pgoutbox.enqueue_many(%(messages)s::text::jsonb)
 
 # The door of Python.
 RECEIPT: LiteralString = """
-SELECT pgoutbox._enqueue_receipt(%(topic)s::text, %(payload)s::jsonb, %(options)s::text::jsonb, true)
+SELECT pgoutbox._enqueue_receipt(
+    %(topic)s::text, %(payload)s::jsonb, jsonb_populate_record(NULL::pgoutbox.draft, %(options)s::text::jsonb), true
+)
 """
 
 SOUND: Mapping[str, object] = {
@@ -228,16 +230,20 @@ NAMES = st.sampled_from((None, "a" * 63, "a" * 64)) | st.text("aZ9_.- \né", max
 PAYLOADS = st.sampled_from((None, "null", "{}", json.dumps("x" * 900), json.dumps("x" * 70_000)))
 
 
+KEYS = st.none() | st.sampled_from(("", "k", "x" * 512, "é" * 257))
+
+
 @pytest.mark.slow
-@given(NAMES, PAYLOADS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_short_check_agrees_with_the_full_check(
-    rolled_back: psycopg.Connection, topic: str | None, payload: str | None
+@given(NAMES, PAYLOADS, st.fixed_dictionaries(dict.fromkeys(("coalesce_key", "ordering_key", "dedupe_key"), KEYS)))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_short_checks_agree_with_the_full_check(
+    rolled_back: psycopg.Connection, topic: str | None, payload: str | None, keys: dict[str, str | None]
 ) -> None:
-    """A message without options has a shorter path, which decides and writes like the path with all checks."""
+    """A message with no more than keys has a shorter check, which decides like the full one."""
     arguments = {"topic": topic, "payload": payload}
     rolled_back.execute("SELECT")
-    assert outcome(rolled_back, None, arguments) == outcome(rolled_back, "{}", arguments)
+    full = outcome(rolled_back, json.dumps({**keys, "queue": "default"}), arguments)
+    assert outcome(rolled_back, json.dumps(keys), arguments) == full
 
 
 @pytest.mark.parametrize(
@@ -651,14 +657,14 @@ def test_the_hostile_schema_catches_an_unpinned_function(rolled_back: psycopg.Co
 def test_enqueue_is_inlined_into_its_call(
     rolled_back: psycopg.Connection, call: LiteralString, has_options: bool
 ) -> None:
-    """Without options, the call builds no JSON."""
+    """Without options, the call builds no draft."""
     rolled_back.execute("SET LOCAL plan_cache_mode = force_generic_plan")
     rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
     plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
     output = "\n".join(line for (line,) in plan)
     assert "pgoutbox._enqueue_receipt(" in output
     assert "pgoutbox.enqueue(" not in output
-    assert ("jsonb_build_object(" in output) is has_options
+    assert ("::pgoutbox.draft" in output and "NULL::pgoutbox.draft" not in output) is has_options
 
 
 def test_the_hostile_schema_catches_an_unpinned_path(rolled_back: psycopg.Connection) -> None:

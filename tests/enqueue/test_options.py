@@ -93,7 +93,8 @@ def by_names(connection: psycopg.Connection, options: Mapping[str, Any]) -> int:
 
 
 def by_receipt(connection: psycopg.Connection, options: Mapping[str, Any]) -> int:
-    return id_of(connection, "SELECT pgoutbox._enqueue_receipt('mail', '1', %s, true)", Jsonb(options))
+    draft = "jsonb_populate_record(NULL::pgoutbox.draft, %s)"
+    return id_of(connection, f"SELECT pgoutbox._enqueue_receipt('mail', '1', {draft}, true)", Jsonb(options))
 
 
 def by_bulk(connection: psycopg.Connection, options: Mapping[str, Any]) -> int:
@@ -319,3 +320,16 @@ def test_the_shortest_delay_of_python_is_accepted(rolled_back: psycopg.Connectio
     """Its decimal notation has more digits than PostgreSQL reads for an interval."""
     Outbox().on(rolled_back).enqueue("mail", 1, delay=math.ulp(0.0))
     assert scalar(rolled_back, "SELECT m.available_at = now() FROM pgoutbox.message AS m") is True
+
+
+def test_the_short_check_of_a_single_message_knows_each_option(rolled_back: psycopg.Connection) -> None:
+    """An option that it left out would be written without its check."""
+    (source,) = rolled_back.execute("SELECT pg_get_functiondef('pgoutbox._enqueue_receipt'::regproc)").fetchone() or (
+        "",
+    )
+    names = rolled_back.execute(
+        "SELECT a.attname::text FROM pg_attribute AS a WHERE a.attrelid = 'pgoutbox.draft'::regclass"
+    ).fetchall()
+    short_check, _, _ = source.partition(") IS NOT TRUE THEN")
+    assert len(names) > 15
+    assert [name for (name,) in names if f"options.{name}" not in short_check] == []

@@ -448,7 +448,14 @@ class TestResend:
     def test_the_audit_records_the_topic_that_was_enqueued(self, rolled_back: psycopg.Connection) -> None:
         """A topic and a payload among the options change nothing."""
         rolled_back.execute(
-            """SELECT pgoutbox._enqueue_act('mail', '1', '{"topic": "evil", "payload": 2, "queue": "q"}', true)"""
+            """
+            SELECT pgoutbox._enqueue_act(
+                'mail',
+                '1',
+                jsonb_populate_record(NULL::pgoutbox.draft, '{"topic": "evil", "payload": 2, "queue": "q"}'),
+                true
+            )
+            """
         )
         rows = rolled_back.execute("SELECT topic, payload, queue FROM pgoutbox.message").fetchall()
         assert rows == [("mail", 1, "q")]

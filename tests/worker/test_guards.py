@@ -409,6 +409,29 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
     assert ids_in_flight(claim(stage.db)) == [newest_id]
 
 
+async def waited_for_a_coalesce_key(stage: Stage, dedupe_key: str | None = None) -> int:
+    """Enqueue a message that waits at the head row with its id drawn, while the holder writes a greater id."""
+    holder, producer = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="k")
+    holder.execute("SELECT FROM pgoutbox.key_head AS head WHERE head.key = 'k' FOR UPDATE")
+    waiting = partial(enqueue, producer, coalesce_key="k", dedupe_key=dedupe_key)
+    blocked = asyncio.create_task(asyncio.to_thread(waiting))
+    await until_blocked(stage.db, blocked)
+    enqueue(holder, coalesce_key="k")
+    holder.commit()
+    return await blocked
+
+
+async def an_enqueue_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> None:
+    newest_id = await waited_for_a_coalesce_key(stage)
+    assert ids_in_flight(claim(stage.db)) == [newest_id]
+
+
+async def an_enqueue_that_drew_again_keeps_its_dedupe_key(stage: Stage) -> None:
+    message_id = await waited_for_a_coalesce_key(stage, dedupe_key="d")
+    assert enqueue(stage.db, coalesce_key="k", dedupe_key="d") == message_id
+
+
 async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: Stage) -> None:
     """The gate holds the key a, like a redrive. A bulk that waits there must not have locked the key b yet."""
     gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
@@ -1095,11 +1118,11 @@ def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_guard_of_superseded(instead: str) -> Mutation:
-    """The caller looks first whether there is such a message."""
+    """The function looks first whether there is such a message."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-        for name in ("_enqueue", "_skip_superseded"):
-            redefine(stage, name, " AND m.available_at > clock_timestamp()", instead)
+        for end in ("\n    ) THEN", "\n            FOR UPDATE"):
+            redefine(stage, "_skip_superseded", f" AND m.available_at > clock_timestamp(){end}", instead + end)
 
     return mutate
 
@@ -1261,6 +1284,16 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "bulk: newer id of a changed head",
         a_bulk_that_waited_for_a_coalesce_key_is_the_newest,
         no_newer_id_of_a_changed_head,
+    ),
+    (
+        "head: one message",
+        an_enqueue_that_waited_for_a_coalesce_key_is_the_newest,
+        no_guard_in_function("_enqueue_receipt", "ELSE pgoutbox._next_id(head.newest_id)", "ELSE excluded.newest_id"),
+    ),
+    (
+        "head: dedupe key",
+        an_enqueue_that_drew_again_keeps_its_dedupe_key,
+        no_guard_in_function("_enqueue_receipt", "IF newest_id <> new_id AND", "IF false AND"),
     ),
     (
         "bulk: look for freed keys",

@@ -1,9 +1,9 @@
 -- Write drafts in this transaction. Returns their ids; in place of a duplicate, the id of the message that has its dedupe
--- key, negative. The only function that writes new messages, besides the plain case of _enqueue_receipt. Every draft is
--- checked before the first message is written. Each call locks dedupe keys first and then the other keys, each kind sorted.
--- So two transactions that make one call each never wait for each other in a circle. No statement joins two sets: rows are
--- looked up one by one, because a plan may be made while the tables are empty and be used for thousands of drafts. Its
--- callers pin the settings of the session.
+-- key, negative. _enqueue_receipt writes one message without an array. Every draft is checked before the first message is
+-- written. Each call locks dedupe keys first and then the other keys, each kind sorted. So two transactions that make one
+-- call each never wait for each other in a circle. No statement joins two sets: rows are looked up one by one, because a
+-- plan may be made while the tables are empty and be used for thousands of drafts. Its callers pin the settings of the
+-- session.
 CREATE FUNCTION pgoutbox._enqueue(
     drafts pgoutbox.draft[],
     notify boolean,
@@ -21,32 +21,31 @@ AS $function$
 DECLARE
     -- It is read before the ids are drawn, so maintenance cannot have raised it above them.
     floor_id constant bigint := (SELECT f.newest_id FROM pgoutbox.id_floor AS f);
-    drawn_id bigint;
-    draft pgoutbox.draft;
-    problem text;
-    has_dedupe_keys boolean := false;
-    has_keys boolean := false;
+    first_id bigint;
+    has_dedupe_keys boolean;
+    has_keys boolean;
     ids bigint[];
     known_ids bigint[]; -- From _take_dedupe_keys: null for a draft that is written.
     taken record;
     older_ids bigint[];
     latest_at timestamptz[];
-    queues text[];
-    woken text;
 BEGIN
-    FOREACH draft IN ARRAY drafts LOOP
-        problem := pgoutbox._draft_error(draft);
-        IF problem IS NOT NULL THEN
-            PERFORM pgoutbox._raise_argument_error(problem, place, coalesce(cardinality(ids), 0));
-        END IF;
-        has_dedupe_keys := has_dedupe_keys OR draft.dedupe_key IS NOT NULL;
-        has_keys := has_keys OR draft.coalesce_key IS NOT NULL OR draft.ordering_key IS NOT NULL;
-        drawn_id := nextval('pgoutbox.message_id_seq');
-        IF drawn_id <= floor_id THEN
-            PERFORM pgoutbox._refuse_id(drawn_id);
-        END IF;
-        ids := ids || drawn_id;
-    END LOOP;
+    PERFORM pgoutbox._raise_argument_error(p.problem, place, p.n)
+    FROM (SELECT row_number() OVER () - 1 AS n, pgoutbox._draft_error(d) AS problem FROM unnest(drafts) AS d) AS p
+    WHERE p.problem IS NOT NULL
+    LIMIT 1;
+    SELECT
+        array_agg(i.id), min(i.id), bool_or(i.dedupe_key IS NOT NULL), bool_or(i.key IS NOT NULL)
+    INTO ids, first_id, has_dedupe_keys, has_keys
+    FROM (
+        SELECT
+            d.dedupe_key, coalesce(d.coalesce_key, d.ordering_key) AS key, nextval('pgoutbox.message_id_seq') AS id
+        FROM unnest(drafts) AS d
+        OFFSET 0
+    ) AS i;
+    IF first_id <= floor_id THEN
+        PERFORM pgoutbox._refuse_id(first_id);
+    END IF;
     IF has_dedupe_keys THEN
         known_ids := pgoutbox._take_dedupe_keys(drafts, ids);
     END IF;
@@ -57,38 +56,32 @@ BEGIN
         latest_at := taken.latest_at;
     END IF;
 
-    WITH written AS (
-        INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, halts_key,
-            available_at, expires_at, max_attempts, attempt_budget, headers, content_id, resend_of, failure_of
-        )
-        SELECT
-            ids[d.ordinality], d.topic, d.payload, coalesce(d.queue, 'default'), d.destination, d.owner, d.coalesce_key,
-            d.ordering_key, d.dedupe_key, coalesce(d.halts_key, false), due.at,
-            coalesce(d.expires_at, due.at + d.expires_after), coalesce(d.max_attempts, 11),
-            coalesce(d.max_attempts, 11), d.headers, _enqueue.content_id, _enqueue.resend_of, _enqueue.failure_of
-        FROM unnest(drafts) WITH ORDINALITY AS d
-        CROSS JOIN LATERAL (
-            SELECT greatest(
-                now(), least(greatest(now(), d.available_at, now() + d.delay), latest_at[d.ordinality])
-            )
-        ) AS due(at)
-        WHERE known_ids[d.ordinality] IS NULL
-        RETURNING queue
+    INSERT INTO pgoutbox.message_live (
+        id, topic, payload, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, halts_key,
+        available_at, expires_at, max_attempts, attempt_budget, headers, content_id, resend_of, failure_of
     )
-    SELECT array_agg(DISTINCT w.queue) INTO queues FROM written AS w;
-
-    IF older_ids IS NOT NULL AND EXISTS (
-        SELECT
-        FROM pgoutbox.message_live AS m
-        WHERE m.id = ANY (older_ids) AND m.state = 'pending' AND m.available_at > clock_timestamp()
-    ) THEN
+    SELECT
+        ids[d.ordinality], d.topic, d.payload, coalesce(d.queue, 'default'), d.destination, d.owner, d.coalesce_key,
+        d.ordering_key, d.dedupe_key, coalesce(d.halts_key, false), due.at,
+        coalesce(d.expires_at, due.at + d.expires_after), coalesce(d.max_attempts, 11),
+        coalesce(d.max_attempts, 11), d.headers, _enqueue.content_id, _enqueue.resend_of, _enqueue.failure_of
+    FROM unnest(drafts) WITH ORDINALITY AS d
+    CROSS JOIN LATERAL (
+        SELECT greatest(
+            now(), least(greatest(now(), d.available_at, now() + d.delay), latest_at[d.ordinality])
+        )
+    ) AS due(at)
+    WHERE known_ids[d.ordinality] IS NULL;
+    IF older_ids IS NOT NULL THEN
         PERFORM pgoutbox._skip_superseded(older_ids);
     END IF;
-    IF notify IS NOT FALSE AND queues IS NOT NULL THEN
-        FOREACH woken IN ARRAY queues LOOP
-            PERFORM pgoutbox._notify_workers(woken);
-        END LOOP;
+    IF notify IS NOT FALSE THEN
+        PERFORM pgoutbox._notify_workers(q.queue)
+        FROM (
+            SELECT DISTINCT coalesce(d.queue, 'default') AS queue
+            FROM unnest(drafts) WITH ORDINALITY AS d
+            WHERE known_ids[d.ordinality] IS NULL
+        ) AS q;
     END IF;
     IF known_ids IS NULL THEN
         RETURN ids;

@@ -29,13 +29,12 @@ RETURN abs(pgoutbox._enqueue_receipt(
     CASE WHEN num_nonnulls(
         queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key, available_at, delay,
         max_delay, expires_at, expires_after, max_attempts, headers
-    ) > 0 THEN jsonb_build_object(
-        'queue', queue, 'destination', destination, 'owner', owner, 'coalesce_key', coalesce_key,
-        'ordering_key', ordering_key, 'dedupe_key', dedupe_key, 'on_duplicate', on_duplicate, 'halts_key', halts_key,
-        'available_at', available_at, 'delay', extract(epoch FROM delay),
-        'max_delay', extract(epoch FROM max_delay), 'expires_at', expires_at,
-        'expires_after', extract(epoch FROM expires_after), 'max_attempts', max_attempts, 'headers', headers
-    ) END,
+    ) > 0 THEN ROW(
+        NULL, NULL, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key,
+        available_at, make_interval(secs => extract(epoch FROM delay)::float8),
+        make_interval(secs => extract(epoch FROM max_delay)::float8), expires_at,
+        make_interval(secs => extract(epoch FROM expires_after)::float8), max_attempts, nullif(headers, 'null')
+    )::pgoutbox.draft END,
     notify
 ));
 

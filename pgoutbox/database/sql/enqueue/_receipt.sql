@@ -2,5 +2,5 @@
 -- application's own codec for jsonb.
 %s::pg_catalog.text,
 %s::pg_catalog.text::pg_catalog.jsonb,
-%s::pg_catalog.text::pg_catalog.jsonb,
+pg_catalog.jsonb_populate_record(NULL::pgoutbox.draft, %s::pg_catalog.text::pg_catalog.jsonb),
 %s::pg_catalog.bool

@@ -1,0 +1,20 @@
+-- Give a dedupe key that has a row to the message of a draft, as _take_dedupe_keys does. Returns the message that has the
+-- key, null if the new one got it. This look takes no lock, so that repetitions of a message do not wait for each other.
+CREATE FUNCTION pgoutbox._take_used_dedupe_key(draft pgoutbox.draft, id bigint)
+RETURNS bigint
+LANGUAGE plpgsql
+SET enable_seqscan = off
+AS $function$
+BEGIN
+    IF EXISTS (
+        SELECT
+        FROM pgoutbox.dedupe AS d
+        WHERE d.topic = draft.topic
+            AND d.dedupe_key = draft.dedupe_key
+            AND (d.is_kept OR NOT pgoutbox._has_freed_key(d.message_id))
+    ) THEN
+        RETURN pgoutbox._take_dedupe_key(draft.topic, draft.dedupe_key, draft.payload, id, draft.on_duplicate);
+    END IF;
+    RETURN (pgoutbox._take_dedupe_keys(ARRAY[draft], ARRAY[id]))[1];
+END
+$function$;
