@@ -853,3 +853,20 @@ async def test_a_prepared_transaction_must_not_notify_and_the_next_poll_finds_it
             producer.execute("COMMIT PREPARED 'silent'")
             assert await seen.get() == "silent"
         assert scalar(producer, "SELECT string_agg(state, ' ') FROM pgoutbox.message") == "sent"
+
+
+@pytest.mark.parametrize("unpinned", [None, "_skip_superseded", "_take_used_dedupe_key", "_waiting_since"])
+def test_a_plan_for_empty_tables_scans_no_table(db: psycopg.Connection, unpinned: str | None) -> None:
+    """A session that enqueues first while the tables are empty keeps its plans. Without a pin, they scan a table."""
+    if unpinned is not None:
+        db.execute(f"ALTER FUNCTION pgoutbox.{unpinned} RESET enable_seqscan".encode())
+    db.execute("VACUUM pgoutbox.message_live, pgoutbox.dedupe, pgoutbox.key_head")
+    with db.transaction():
+        for options in ("coalesce_key => 'k'", "dedupe_key => 'd'", "coalesce_key => 'w', max_delay => '1 h'"):
+            for _ in range(2):
+                db.execute(f"SELECT pgoutbox.enqueue('mail', '1', {options})".encode())
+        scanned = db.execute(
+            "SELECT s.relname::text FROM pg_stat_xact_user_tables AS s"
+            " WHERE s.schemaname = 'pgoutbox' AND s.seq_scan > 0 AND s.relname <> 'id_floor'"
+        ).fetchall()
+    assert (scanned == []) is (unpinned is None), scanned

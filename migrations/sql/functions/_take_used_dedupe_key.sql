@@ -13,7 +13,7 @@ BEGIN
             AND d.dedupe_key = draft.dedupe_key
             AND (d.is_kept OR NOT pgoutbox._has_freed_key(d.message_id))
     ) THEN
-        RETURN pgoutbox._take_dedupe_key(draft.topic, draft.dedupe_key, draft.payload, id, draft.on_duplicate);
+        RETURN pgoutbox._take_dedupe_key(draft, id);
     END IF;
     RETURN (pgoutbox._take_dedupe_keys(ARRAY[draft], ARRAY[id]))[1];
 END
