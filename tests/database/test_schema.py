@@ -283,6 +283,19 @@ def test_only_the_owner_calls_a_function_that_resolves_names_in_its_callers_path
     assert {name for name, _ in open_to} == {"_redacted_text", "_reset_session", "schema_version"}
 
 
+def test_no_statement_of_a_function_without_sequential_scans_is_compiled(rolled_back: psycopg.Connection) -> None:
+    """Before PostgreSQL 18, one such scan exceeds the cost from which a server with JIT compiles, in each call."""
+    functions = {
+        name: "jit=off" in settings
+        for name, settings in rolled_back.execute(
+            "SELECT p.proname::text, p.proconfig FROM pg_proc AS p"
+            " WHERE p.pronamespace = 'pgoutbox'::regnamespace AND p.proconfig @> ARRAY['enable_seqscan=off']"
+        ).fetchall()
+    }
+    assert "_enqueue" in functions
+    assert [name for name, is_pinned in functions.items() if not is_pinned] == []
+
+
 def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycopg.Connection) -> None:
     indexes = rolled_back.execute(
         "SELECT indexname::text FROM pg_indexes WHERE schemaname = 'pgoutbox' AND tablename = 'message_live' ORDER BY 1"

@@ -12,6 +12,7 @@ SET search_path = pg_catalog, pg_temp
 SET lock_timeout = '0'
 SET enable_indexscan = on
 SET enable_seqscan = off
+SET jit = off
 AS $function$
 DECLARE
     lost_count bigint := 0;

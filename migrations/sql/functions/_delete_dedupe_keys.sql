@@ -13,6 +13,7 @@ RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count
 LANGUAGE sql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off
+SET jit = off
 AS $function$
 WITH page AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key, d.message_id

@@ -16,6 +16,7 @@ RETURNS bigint[]
 LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off
+SET jit = off
 AS $function$
 #variable_conflict use_column
 DECLARE

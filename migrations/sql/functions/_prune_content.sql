@@ -5,6 +5,7 @@ LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off
+SET jit = off
 AS $function$
 WITH page AS MATERIALIZED (
     SELECT c.id
