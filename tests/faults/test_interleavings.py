@@ -256,7 +256,9 @@ def test_two_operations_on_one_message_keep_all_rules_in_either_order(
     sessions: Sessions, state: str, commits: bool
 ) -> None:
     problems = {}
-    for number, (first, second) in enumerate(PAIRS):
+    # A transaction that rolls back leaves what was there: each pair meets one state.
+    pairs = PAIRS if commits else PAIRS[SCENES.index(state) :: len(SCENES)]
+    for number, (first, second) in enumerate(pairs):
         scene = build(sessions.db, number, state)
         sessions.play(scene, first, second, commits=commits)
         if "prune" in (first, second):

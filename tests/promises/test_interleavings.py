@@ -306,7 +306,9 @@ async def test_a_claim_or_finish_and_an_act_on_one_message_keep_all_rules_in_eit
     stage: Stage, trip: str, worker_first: bool, commits: bool
 ) -> None:
     problems = {}
-    for act in ACTS:
+    # A transaction that rolls back leaves what was there: each act meets one trip, in both orders.
+    trips = [*CLAIMED, *FINISHED]
+    for act in ACTS if commits else [*ACTS][trips.index(trip) :: len(trips)]:
         scene = Scene(stage.dsn)
         await scene.build(stage.db, trip)
         await stage.play(scene, trip, act, worker_first=worker_first, commits=commits)
