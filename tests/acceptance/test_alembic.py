@@ -209,9 +209,8 @@ def test_undoing_the_last_revision_never_drops_the_outbox(tmp_path: Path, empty_
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-@pytest.mark.parametrize("round_number", range(3))
 def test_replicas_that_upgrade_an_existing_project_at_once_all_succeed(
-    tmp_path: Path, empty_dsn: str, driver: str, round_number: int
+    tmp_path: Path, empty_dsn: str, driver: str
 ) -> None:
     project = Project(tmp_path, empty_dsn, driver)
     project.run(commands("first")[0])
@@ -223,9 +222,8 @@ def test_replicas_that_upgrade_an_existing_project_at_once_all_succeed(
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-@pytest.mark.parametrize("round_number", range(3))
 def test_replicas_that_upgrade_an_empty_database_at_once_all_succeed_with_the_lock_of_the_page(
-    tmp_path: Path, empty_dsn: str, driver: str, round_number: int
+    tmp_path: Path, empty_dsn: str, driver: str
 ) -> None:
     project = Project(tmp_path, empty_dsn, driver)
     project.run(commands("first")[0])

@@ -155,17 +155,22 @@ def redefine(db: psycopg.Connection, function: str, guard: str, instead: str) ->
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(in_sql, in_sql), (in_python, in_python), (in_sql, in_python)], ids=["sql", "python", "both"]
-)
-@pytest.mark.parametrize(
-    "messages", [COALESCED, ORDERED, DEDUPED, MIXED], ids=["coalesce", "ordering", "dedupe", "all"]
+    ("messages", "first", "second"),
+    [
+        (COALESCED, in_sql, in_sql),
+        (ORDERED, in_sql, in_sql),
+        (DEDUPED, in_sql, in_sql),
+        (MIXED, in_python, in_python),
+        (MIXED, in_sql, in_python),
+    ],
+    ids=["coalesce", "ordering", "dedupe", "all by python", "all by both"],
 )
 def test_two_bulks_with_the_same_keys_in_opposite_order_commit(
     connect: Connect,
     db: psycopg.Connection,
+    messages: list[Message],
     first: Callable[..., None],
     second: Callable[..., None],
-    messages: list[Message],
 ) -> None:
     """Each key in turn is the gate at which both wait with what they have locked before."""
     for gate in gates_of(messages):
@@ -173,9 +178,15 @@ def test_two_bulks_with_the_same_keys_in_opposite_order_commit(
         db.execute("TRUNCATE pgoutbox.dedupe")  # So that the next two write all of their messages, too.
 
 
-@pytest.mark.parametrize("single", [one_in_sql, one_in_python])
-@pytest.mark.parametrize("bulk", [in_sql, in_python])
-@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+@pytest.mark.parametrize(
+    ("bulk", "single", "key"),
+    [
+        (in_sql, one_in_sql, "coalesce_key"),
+        (in_sql, one_in_python, "ordering_key"),
+        (in_python, one_in_sql, "ordering_key"),
+        (in_python, one_in_python, "coalesce_key"),
+    ],
+)
 def test_a_bulk_and_a_message_with_two_of_its_keys_commit(
     connect: Connect, db: psycopg.Connection, bulk: Callable[..., None], single: Callable[..., None], key: str
 ) -> None:

@@ -610,7 +610,7 @@ def test_an_interrupted_migration_leaves_the_old_or_the_new_schema_and_is_repeat
             assert new
         else:
             old = catalog()
-        for cut in cuts(proxy, play, at_most=12):
+        for cut in cuts(proxy, play, at_most=8):
             found = catalog()
             assert cut.error is not None, cut
             assert found in (old, new), cut

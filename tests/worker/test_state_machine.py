@@ -437,7 +437,7 @@ def test_random_histories_agree_with_the_model(dsn: str, monkeypatch: pytest.Mon
     run_state_machine_as_test(
         Outboxes,
         settings=settings(
-            max_examples=int(os.environ.get("PGOUTBOX_TEST_EXAMPLES", "40")),
+            max_examples=int(os.environ.get("PGOUTBOX_TEST_EXAMPLES", "20")),
             stateful_step_count=30,
             deadline=None,
             database=None,
