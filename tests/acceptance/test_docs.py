@@ -35,6 +35,7 @@ from pgoutbox.operations import Mention, Operator
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
 from pgoutbox.testing import OutboxDriver
 from tests.support.command_line import run_process
+from tests.support.forks import LIBRARIES, forks
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
@@ -634,13 +635,24 @@ class Terminals:
         return done.stdout
 
 
+def programs_in(directory: Path) -> Path:
+    """Create the programs that the reader types. The application and pgoutbox fork from a process with the imports."""
+    directory.mkdir()
+    libraries = forks(*LIBRARIES)
+    other = f'[ "$1" = club.py ] || exec "{sys.executable}" "$@"\n'
+    for name, script in (("pgoutbox", libraries.script("-m", "pgoutbox")), ("python", other + libraries.script())):
+        (directory / name).write_text(f"#!/bin/sh\n{script}")
+        (directory / name).chmod(0o700)
+    return directory
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     received = 0
     with ExitStack() as stack:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         environment |= {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+            "PATH": f"{programs_in(tmp_path / 'bin')}{os.pathsep}{environment['PATH']}",
             "PYTHONUNBUFFERED": "1",
         }
         reader = Terminals(tmp_path, environment, free_port(), stack)
