@@ -302,7 +302,7 @@ with transaction.atomic():
 async def test_after_kill_9_another_worker_sends_once_unless_the_server_had_accepted_the_data(project: Project) -> None:
     """The first worker dies before MAIL FROM, the second while the server has the e-mail and has not answered."""
     async with scripted_server({"MAIL": [Misbehaviour.HANG], ".": ["250 taken", Misbehaviour.HANG]}) as server:
-        project.send_by(server.port, LEASE_SECONDS=1)
+        project.send_by(server.port, LEASE_SECONDS=1, POLL_INTERVAL_SECONDS=1)
         await project.run(TWO)
         assert states(project) == [("django.mail", "pending")] * 2
         with psycopg.connect(project.dsn, autocommit=True) as connection:

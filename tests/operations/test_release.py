@@ -167,7 +167,7 @@ def test_another_attempt_than_the_listed_one_is_left_alone(
 @pytest.mark.slow
 async def test_a_process_with_a_free_slot_tries_its_message_again(dsn: str, db: psycopg.Connection) -> None:
     """The handler that does not end keeps its own slot. Its lease is lost, so it hands nothing over."""
-    outbox = Outbox(settings_for(dsn, lease_seconds=3))
+    outbox = Outbox(settings_for(dsn, lease_seconds=3, shutdown_grace_seconds=0))
     calls: list[int] = []
 
     @outbox.handler("greet")
@@ -197,7 +197,8 @@ def test_all_messages_of_a_filter_are_released(db: psycopg.Connection) -> None:
 async def test_an_attempt_that_does_not_end_is_given_to_another_process(dsn: str, db: psycopg.Connection) -> None:
     """The first worker renews its lease as long as its handler runs, and is told that it has lost the message."""
     # Its only slot is taken: it does not claim the message again, to wait for the handler that it has called.
-    first, second = Outbox(settings_for(dsn, lease_seconds=3, concurrency=1)), Outbox(settings_for(dsn))
+    first = Outbox(settings_for(dsn, lease_seconds=3, concurrency=1, shutdown_grace_seconds=0))
+    second = Outbox(settings_for(dsn))
     is_called, errors, calls = asyncio.Event(), list[LeaseLostError](), list[int]()
 
     @first.handler("greet")
