@@ -620,19 +620,21 @@ def test_each_act_is_reachable_on_a_phone_without_scripts(site: Site) -> None:
     expect(page.get_by_role("heading", name="Dismiss messages")).to_be_visible()
 
 
-@pytest.mark.parametrize("path", ["/", "/messages", "/queues?queue=mail", "/breakers"])
-def test_the_header_leaves_room_for_the_page(site: Site, path: str) -> None:
+def test_the_header_leaves_room_for_the_page(site: Site) -> None:
     """In a bad night, with its numbers: one line on a wide screen, two on a phone."""
     night.fill(site.db, 1_000)
     for wide, lines in ((True, 1), (False, 2)):
         page = site.visit(wide=wide)
-        page.goto(path)
-        expect(page.locator("#totals")).to_contain_text("501 failed")
-        expect(page.get_by_role("status").first).to_have_text("Live")
-        tops = page.locator(
-            "header .brand, header > .wide-only, header > .menu, header .totals, header .who"
-        ).evaluate_all("all => all.filter(one => one.offsetHeight).map(one => one.offsetTop + one.offsetHeight / 2)")
-        assert len({round(top / 20) for top in tops}) == lines, tops
+        for path in ("/", "/messages", "/queues?queue=mail", "/breakers"):
+            page.goto(path)
+            expect(page.locator("#totals")).to_contain_text("501 failed")
+            expect(page.get_by_role("status").first).to_have_text("Live")
+            tops = page.locator(
+                "header .brand, header > .wide-only, header > .menu, header .totals, header .who"
+            ).evaluate_all(
+                "all => all.filter(one => one.offsetHeight).map(one => one.offsetTop + one.offsetHeight / 2)"
+            )
+            assert len({round(top / 20) for top in tops}) == lines, (path, tops)
 
 
 def test_the_cells_of_a_row_have_one_ground_line(site: Site) -> None:
