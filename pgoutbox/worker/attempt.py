@@ -12,7 +12,6 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ClaimedRow
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.kernel.seams import End, Keys
@@ -166,7 +165,8 @@ class Attempt(Context):
     @property
     def identity(self) -> int:
         """Tells its message from a corrected one, and from another one with the same id."""
-        return identity_of(self.message, self.texts)
+        message = self.message
+        return identity_of(message.created_at, message.destination, message.max_attempts, self.texts)
 
     @property
     def token(self) -> FencingToken:
@@ -238,14 +238,16 @@ class Attempt(Context):
         self.overtaken = None
 
 
-def identity_of(message: Message[object] | ClaimedRow, texts: tuple[str | None, str | None]) -> int:
+def identity_of(
+    created_at: datetime, destination: str | None, max_attempts: int, texts: tuple[str | None, str | None]
+) -> int:
     """Return a number that is the same for all attempts of a message. `texts` are its payload and headers.
 
     A correction changes it. For a message whose claim leaves out its large payload, so do a redrive, a snooze and a
     release. After a failover another message may have the same id, with another number.
     """
     payload, _ = texts
-    return hash((message.created_at, message.destination, texts, message.max_attempts if payload is None else None))
+    return hash((created_at, destination, texts, max_attempts if payload is None else None))
 
 
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.

@@ -106,7 +106,8 @@ class Loader:
         attempt = self._in_flight.get(row.id)
         if attempt is None:
             return False
-        if attempt.identity != identity_of(row, (row.payload_json, row.headers_json)):
+        texts = row.payload_json, row.headers_json
+        if attempt.identity != identity_of(row.created_at, row.destination, row.max_attempts, texts):
             # An operator has corrected it, or the server has lost it and has given its id to another message.
             attempt.done = True
             attempt.overtaken = "lease lost"
