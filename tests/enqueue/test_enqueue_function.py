@@ -855,7 +855,7 @@ async def test_a_prepared_transaction_must_not_notify_and_the_next_poll_finds_it
         assert scalar(producer, "SELECT string_agg(state, ' ') FROM pgoutbox.message") == "sent"
 
 
-@pytest.mark.parametrize("unpinned", [None, "_skip_superseded", "_take_used_dedupe_key", "_waiting_since"])
+@pytest.mark.parametrize("unpinned", [None, "_skip_superseded", "_take_used_dedupe_key", "_enqueue"])
 def test_a_plan_for_empty_tables_scans_no_table(db: psycopg.Connection, unpinned: str | None) -> None:
     """A session that enqueues first while the tables are empty keeps its plans. Without a pin, they scan a table."""
     if unpinned is not None:

@@ -7,6 +7,7 @@ CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[])
 RETURNS void
 LANGUAGE plpgsql
 SET enable_seqscan = off
+SET jit = off
 SET plan_cache_mode = force_generic_plan
 AS $function$
 DECLARE

@@ -4,6 +4,7 @@ CREATE FUNCTION pgoutbox._take_used_dedupe_key(draft pgoutbox.draft, id bigint)
 RETURNS bigint
 LANGUAGE plpgsql
 SET enable_seqscan = off
+SET jit = off
 AS $function$
 BEGIN
     IF EXISTS (

@@ -1,6 +1,6 @@
 -- Messages of the given queues that were due for the first time longer than `seconds` ago, and are still undelivered, by
--- queue: whatever their due time now. A message that was attempted counts from its first attempt. Of each lane of a queue the messages that are
--- due first are read; the queues share `rows`.
+-- queue: whatever their due time now. A message that was attempted counts from its first attempt. Of each lane of a queue
+-- the messages that are due first are read; the queues share `rows`.
 SELECT
     u.queue,
     count(*) AS messages,
