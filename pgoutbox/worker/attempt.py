@@ -45,7 +45,7 @@ class InFlight(dict[int, "Attempt"]):
         self.lost_at = -math.inf
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
-        self._sent_in_vain: dict[int, tuple[int, int]] = {}
+        self._sent_in_vain: dict[int, tuple[object, int]] = {}
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -98,8 +98,7 @@ class Attempt(Context):
     result is known, and `sent` that it is a hand-over.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
-    reads. `texts` are its payload and headers as the claim has read them. A hand-over after `expiring_at` is too late.
-    While `is_at_gate`, its handler has not begun.
+    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
     """
 
     __slots__ = (
@@ -117,12 +116,12 @@ class Attempt(Context):
         "keys",
         "large_content_id",
         "leased_at",
+        "max_attempts",
         "message",
         "message_id",
         "overtaken",
         "sent",
         "sync_connection",
-        "texts",
         "used_count",
     )
 
@@ -140,6 +139,7 @@ class Attempt(Context):
         self.end: End | None = None
         self.keys: Keys | None = None
         self.attempt_count = message.attempt_count
+        self.max_attempts = message.max_attempts
         self.handler = handler
         self.claim = claim
         self.leased_at = leased_at
@@ -149,7 +149,6 @@ class Attempt(Context):
         self.is_payload_large = False
         self.large_content_id: int | None = None
         self.sent = False
-        self.texts: tuple[str | None, str | None] = (None, None)
         self.expiring_at = math.inf
         self.in_flight = _ALONE
         self.is_at_gate = False
@@ -163,10 +162,20 @@ class Attempt(Context):
         return self.claim.claimed_at
 
     @property
-    def identity(self) -> int:
-        """Tells its message from a corrected one, and from another one with the same id."""
-        message = self.message
-        return identity_of(message.created_at, message.destination, message.max_attempts, self.texts)
+    def identity(self) -> tuple[datetime, int, str | None]:
+        """Three columns of the row. Retries keep them. A redrive, or another message with the same id, changes them."""
+        return self.message.created_at, self.max_attempts, self.message.destination
+
+    def may_go_on(self, created_at: datetime, destination: str | None, attempt_count: int, max_attempts: int) -> bool:
+        """Whether it may continue under another claim: of its message, on which no operator has acted meanwhile.
+
+        A snooze or a release gives an attempt back, and raises `max_attempts` by one. Other workers may have done that
+        with the attempts in between. A redrive, a correction, or an operator's release of this one raises it by more.
+        After a failover the numbers may be smaller, and another message may have the id.
+        """
+        is_same = (created_at, destination) == (self.message.created_at, self.message.destination)
+        in_between = max(attempt_count - self.attempt_count - 1, 0)
+        return is_same and max_attempts - self.max_attempts <= in_between
 
     @property
     def token(self) -> FencingToken:
@@ -230,24 +239,13 @@ class Attempt(Context):
     def _named(self, text: str) -> str:
         return f"message {self.message.id}, attempt {self.attempt_count}: {text}"
 
-    def take_over(self, attempt_count: int, claim: Claim, leased_at: float) -> None:
+    def take_over(self, attempt_count: int, max_attempts: int, claim: Claim, leased_at: float) -> None:
         """Continue under another claim by the same worker, after the server has lost the first one."""
         self.attempt_count = attempt_count
+        self.max_attempts = max_attempts
         self.claim = claim
         self.leased_at = leased_at
         self.overtaken = None
-
-
-def identity_of(
-    created_at: datetime, destination: str | None, max_attempts: int, texts: tuple[str | None, str | None]
-) -> int:
-    """Return a number that is the same for all attempts of a message. `texts` are its payload and headers.
-
-    A correction changes it. For a message whose claim leaves out its large payload, so do a redrive, a snooze and a
-    release. After a failover another message may have the same id, with another number.
-    """
-    payload, _ = texts
-    return hash((created_at, destination, texts, max_attempts if payload is None else None))
 
 
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.

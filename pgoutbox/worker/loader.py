@@ -22,7 +22,7 @@ from pgoutbox.kernel.seams import Keys
 from pgoutbox.message import Message, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work, identity_of
+from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
 from pgoutbox.worker.pool import AttemptPool
@@ -106,16 +106,14 @@ class Loader:
         attempt = self._in_flight.get(row.id)
         if attempt is None:
             return False
-        texts = row.payload_json, row.headers_json
-        if attempt.identity != identity_of(row.created_at, row.destination, row.max_attempts, texts):
-            # An operator has corrected it, or the server has lost it and has given its id to another message.
+        if not attempt.may_go_on(row.created_at, row.destination, row.attempt_count, row.max_attempts):
             attempt.done = True
             attempt.overtaken = "lease lost"
             return False
         if attempt.done and not attempt.sent and row.attempt_count > attempt.attempt_count:
             return False  # It was finished and claimed again before the answer to the finish was read.
         del self._in_flight[row.id]
-        attempt.take_over(row.attempt_count, claim, leased_at)
+        attempt.take_over(row.attempt_count, row.max_attempts, claim, leased_at)
         if row.superseded:
             attempt.overtaken = "superseded"
         self._in_flight[row.id] = attempt
@@ -152,7 +150,6 @@ class Loader:
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)
         if row.coalesce_key is not None or row.ordering_key is not None:
             attempt.keys = Keys(row.id, row.topic, row.queue, row.coalesce_key, row.ordering_key)
-        attempt.texts = row.payload_json, row.headers_json
         attempt.is_payload_large = row.payload_json is None
         if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id
