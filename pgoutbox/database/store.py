@@ -54,7 +54,7 @@ class ClaimedRow(NamedTuple):
     """Whether a newer message has superseded this one since the claim."""
     queue: str
     lost_session: str | None = None
-    """The name of the sessions of the previous attempt, if it was lost: see `name_session`."""
+    """The name of the sessions that the previous attempt may have shared, if it was lost: see `name_shared_session`."""
     lane: int = 0
     """Where the kernel has found it: fresh messages (0), retries (1), known ordering keys (2), all of them (3)."""
 
@@ -252,8 +252,13 @@ class Store:
             await connection.close()
 
 
-def name_session(worker: str, claimed_at: datetime) -> str:
-    """Return the `application_name` of the transactions of a claim's attempts. `lapsed.sql` has the same name.
+def name_session(message_id: int, attempt_count: int) -> str:
+    """Return the `application_name` of the transaction of an attempt. `end_attempts.sql` has the same name."""
+    return f"pgoutbox attempt {message_id}/{attempt_count}"
+
+
+def name_shared_session(worker: str, claimed_at: datetime) -> str:
+    """Return the `application_name` of the transactions that attempts of a claim share. `lapsed.sql` has the same name.
 
     A worker's name ends with a random number.
     """

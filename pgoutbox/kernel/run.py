@@ -56,7 +56,7 @@ _LOST_RACES: Final = (
     psycopg.errors.LockNotAvailable,
 )
 # The columns of claim.sql.
-_ID, _TOPIC, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 9, 10, 11
+_ID, _TOPIC, _ATTEMPT_COUNT, _AVAILABLE_AT, _COALESCE_KEY, _ORDERING_KEY = 0, 1, 5, 9, 10, 11
 _STATE, _QUEUE, _LOST_SESSION, _LANE = 14, 17, 18, 19
 _PERMIT_SECONDS, _PROBE_SECONDS = 2, 5  # The columns of next_due.sql.
 _DUE_ORDER: Final = itemgetter(_AVAILABLE_AT, _ID)
@@ -548,7 +548,13 @@ class Run(Generic[E]):
 
     async def _end_sessions(self, rows: Sequence[Row]) -> None:
         """End the sessions of lost attempts, so that the next ones do not wait for their locks."""
-        await self._link.trip([(sql.END_ATTEMPTS, {"sessions": list({row[_LOST_SESSION] for row in rows})})])
+        counts = [row[_ATTEMPT_COUNT] - (row[_STATE] == "sending") for row in rows]
+        parameters = {
+            "ids": array(row[_ID] for row in rows),
+            "attempt_counts": array(counts),
+            "sessions": list({row[_LOST_SESSION] for row in rows}),
+        }
+        await self._link.trip([(sql.END_ATTEMPTS, parameters)])
 
     def _sorted(self, ended: Sequence[E]) -> tuple[list[list[E]], list[E]]:
         """Return the sent attempts, those with the same number together, and the others in the order of their ids."""

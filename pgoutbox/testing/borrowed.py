@@ -191,9 +191,9 @@ class _Link(WorkerConnection):
 class _Savepoints(Transactions):
     """Runs each transactional handler in a savepoint."""
 
-    def __init__(self, settings: Settings, store: Store, dispatcher: Dispatcher, telemetry: Telemetry) -> None:
-        super().__init__(settings, store, dispatcher, telemetry)
-        self._sessions = _SavepointSessions(store, settings, telemetry)
+    def __init__(self, run: RunState, dispatcher: Dispatcher) -> None:
+        super().__init__(run, dispatcher)
+        self._sessions = _SavepointSessions(run.store, run.settings, run.telemetry)
 
 
 class _SavepointSessions(HandlerSessions):

@@ -66,7 +66,7 @@ class AttemptExecutor:
             self._threads,
             send=self.breakers.send if settings.breaker.enabled else send,
         )
-        self._transactions = transactions(settings, store, self._dispatcher, telemetry)
+        self._transactions = transactions(run, self._dispatcher)
 
     def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""

@@ -314,7 +314,8 @@ class AttemptPool:
                 await slot.threads_end()
         except asyncio.CancelledError:
             if not slot.timed_out:
-                stopped = [ABANDONED if slot.runs_in_thread else _stopped(attempt) for attempt in work]
+                begun = ABANDONED if slot.runs_in_thread else STOPPED
+                stopped = [begun if attempt.has_begun else RELEASED for attempt in work]
                 known = zip(results or stopped, stopped, strict=True)
                 self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else s for r, s in known])
                 raise
@@ -333,6 +334,8 @@ class AttemptPool:
             self._running_count -= len(work)
             for attempt, result in zip(work, results, strict=True):
                 self._end(attempt, result)
+            if not (self._running_count or self._ready_count):
+                self._signals.note_progress()  # A stop waits for the end of all.
 
     def _end(self, attempt: Attempt, result: AttemptResult) -> None:
         if not attempt.done:
@@ -342,7 +345,8 @@ class AttemptPool:
 
     def _timed_out(self, slot: _Slot) -> Sequence[AttemptResult]:
         failure = SendFailure(f"timed out after {slot.timeout_seconds:g} s, outcome unknown", unknown=True)
-        return [failure if attempt in slot.timed else _stopped(attempt) for attempt in slot.work]
+        timed = {*slot.timed}
+        return [failure if attempt in timed else RELEASED for attempt in slot.work]
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
         """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
@@ -438,10 +442,6 @@ class AttemptPool:
             self._telemetry.report(
                 level, event, text, message_id=message.id, topic=message.topic, attempt_count=attempt.attempt_count
             )
-
-
-def _stopped(attempt: Attempt) -> AttemptResult:
-    return STOPPED if attempt.has_begun else RELEASED
 
 
 def _end_of(thread: Future[object]) -> Future[None]:

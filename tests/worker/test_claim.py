@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import name_session
+from pgoutbox.database.store import name_shared_session
 from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.messages import PUT_FINAL
@@ -75,7 +75,7 @@ def test_the_row_of_a_suspect_has_the_columns_of_a_claim(rolled_back: psycopg.Co
     lapse(rolled_back, first.id)
     (again,) = claim(rolled_back)
     assert first.claimed_at is not None
-    assert again.lost_session == name_session("first", first.claimed_at)
+    assert again.lost_session == name_shared_session("first", first.claimed_at)
     alike = again._replace(claimed_at=first.claimed_at, lost_session=None)
     assert alike == first._replace(attempt_count=2, lane=1)
 

@@ -177,9 +177,9 @@ async def test_a_transactional_handler_does_not_begin_if_its_message_expired_whi
         def greet_in_thread(message: Message, ctx: SyncContext) -> None:
             begun.append(message.id)
 
-    def name_late(worker: str, claimed_at: datetime) -> str:
+    def name_late(message_id: int, attempt_count: int) -> str:
         wait_until(lambda: has_expired(db, message_id), lambda: "the message does not expire")
-        return name_session(worker, claimed_at)
+        return name_session(message_id, attempt_count)
 
     monkeypatch.setattr(transactions, "name_session", name_late)
     with db.transaction():

@@ -131,9 +131,10 @@ WITH judged AS MATERIALIZED (
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
         m.queue, m.lane,
-        -- The name of the sessions of the lost claim: see end_attempts.sql.
+        -- The name of the sessions that attempts of the lost claim share: see end_attempts.sql.
         format(
-            'pgoutbox attempts %%s %%s', right(j.worker, 8), (extract(epoch FROM j.claimed_at) * 1000000)::bigint
+            'pgoutbox attempts %%s %%s', right(split_part(j.worker, ' (released message ', 1), 8),
+            (extract(epoch FROM j.claimed_at) * 1000000)::bigint
         ) AS lost_session,
         -- The payload of the hook's message, for a message that has just failed. Null for every other message, and for topics
         -- without a hook in this worker. A sealed payload stays sealed; who unseals it needs the destination and the keys.

@@ -99,18 +99,21 @@ class HandlerSession:
 
     async def begin_savepoint(self) -> None:
         """Begin the savepoint of the first message in a shared transaction."""
-        await self._trips.run(sql.BEGIN_SAVEPOINT.encode())
+        await self._run(sql.BEGIN_SAVEPOINT)
 
     async def next_savepoint(self) -> None:
         """Keep what the handler has written for a message, and begin the savepoint of the next one.
 
         Raises an error if the handler has ended the transaction.
         """
-        await self._trips.run(sql.NEXT_SAVEPOINT.encode())
+        await self._run(sql.NEXT_SAVEPOINT)
 
     async def undo_savepoint(self) -> None:
         """Roll back what the handler has written for a message. The savepoint is that of the next one."""
-        await self._trips.run(sql.UNDO_SAVEPOINT.encode())
+        await self._run(sql.UNDO_SAVEPOINT)
+
+    async def _run(self, text: LiteralString) -> None:
+        await self._trips.run(text.encode())
 
     async def commit(self, statement: Step) -> None:
         """Run the last statement and commit, in one message to the server. Raises the error of either."""

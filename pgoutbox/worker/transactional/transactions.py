@@ -22,16 +22,15 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import sql
 from pgoutbox.database.connections import LentAsyncConnection, LentConnection
 from pgoutbox.database.round_trip import Step
-from pgoutbox.database.store import Store, fence, name_session
+from pgoutbox.database.store import fence, name_session, name_shared_session
 from pgoutbox.database.worker_connection import is_refusal
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
-from pgoutbox.observability.events import Telemetry
-from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.worker.attempt import ALREADY_FINISHED, RELEASED, Attempt, AttemptResult, Work
 from pgoutbox.worker.dispatcher import Dispatcher, halves, outcome_of_error
+from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import thread_owner
 from pgoutbox.worker.transactional.handler_session import HandlerSession
 from pgoutbox.worker.transactional.handler_sessions import PATIENCE_SECONDS, HandlerSessions, NoSessionError
@@ -60,11 +59,12 @@ class _DividedError(Exception):
 class Transactions:
     """Runs transactional handlers in transactions."""
 
-    def __init__(self, settings: Settings, store: Store, dispatcher: Dispatcher, telemetry: Telemetry) -> None:
-        self._settings = settings
-        self._store = store
+    def __init__(self, run: RunState, dispatcher: Dispatcher) -> None:
+        self._settings = run.settings
+        self._store = run.store
+        self._stopping = run.stopping
         self._dispatcher = dispatcher
-        self._sessions = HandlerSessions(settings, telemetry)
+        self._sessions = HandlerSessions(run.settings, run.telemetry)
 
     async def run(self, work: Work) -> Sequence[AttemptResult]:
         """Run one attempt of each message. The writes of an attempt with any outcome but `Sent` are rolled back.
@@ -85,7 +85,7 @@ class Transactions:
         try:
             topics = await self._store.forgotten_topics(within_seconds=PATIENCE_SECONDS)
             forgets = not topics.isdisjoint((work[0].message.topic, "*"))
-            session = await self._sessions.begin(name_session(self._store.worker, work[0].claimed_at))
+            session = await self._sessions.begin(self._name_for(work[0]))
         except (NoSessionError, psycopg.Error, OSError) as error:
             reason = f"not begun, no connection: {describe(error)}"
             results.update((attempt, Snooze(random.uniform(*_PAUSE_SECONDS), reason)) for attempt in work)
@@ -101,6 +101,11 @@ class Transactions:
                 self._sessions.abandon(session)
         self._sessions.put_back(session)
         return parts
+
+    def _name_for(self, attempt: Attempt) -> str:
+        if attempt.handler.max_size is None:
+            return name_session(attempt.message.id, attempt.attempt_count)
+        return name_shared_session(self._store.worker, attempt.claimed_at)
 
     async def _run_in(
         self, session: HandlerSession, work: Work, results: dict[Attempt, AttemptResult], *, forgets: bool
@@ -144,7 +149,7 @@ class Transactions:
         sent = []
         await session.begin_savepoint()
         for attempt in work:
-            if not slot.may_begin()():  # The handler before it has passed its timeout.
+            if self._stopping.is_set() or not slot.may_begin()():  # Or the handler before it has passed its timeout.
                 results[attempt] = RELEASED
                 continue
             slot.time((attempt,))
@@ -182,7 +187,7 @@ class Transactions:
     ) -> tuple[Work, Sequence[Work]]:
         """Call the handler for all messages. Return them if all are sent, else those to try again."""
         slot = thread_owner.get()
-        if not slot.may_begin()():  # The call before it has passed its timeout.
+        if self._stopping.is_set() or not slot.may_begin()():  # Or the call before it has passed its timeout.
             results.update(dict.fromkeys(work, RELEASED))
             return (), ()
         slot.time(work)
