@@ -5,6 +5,7 @@ Nothing here commits, and only `in_savepoint` affects the caller's transaction b
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import operator
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -174,13 +175,16 @@ async def insert_fanout(adapter: Adapter, fanout: Fanout, *, notify: bool) -> En
 class UnprotectedError(Exception):
     """`error` ended the caller's transaction: there was no savepoint, or the rollback to it failed."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 
 
 async def in_savepoint(adapter: Adapter, call: Callable[[], Awaitable[R]]) -> R:
-    """Make the call within a savepoint, and roll back on an error. Raise `UnprotectedError` if that fails too."""
+    """Make the call within a savepoint, and roll back on an error or a cancellation.
+
+    Raise `UnprotectedError` if that fails too.
+    """
     try:
         await adapter.fetch(sql.SAVEPOINT, has_rows=False)
     except TransactionError:
@@ -189,7 +193,7 @@ async def in_savepoint(adapter: Adapter, call: Callable[[], Awaitable[R]]) -> R:
         raise UnprotectedError(error) from error
     try:
         result = await call()
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         with _unprotected(error):
             await adapter.fetch(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
             await adapter.fetch(sql.RELEASE_SAVEPOINT, has_rows=False)
@@ -200,7 +204,7 @@ async def in_savepoint(adapter: Adapter, call: Callable[[], Awaitable[R]]) -> R:
 
 
 @contextmanager
-def _unprotected(first: Exception | None = None) -> Iterator[None]:
+def _unprotected(first: BaseException | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:

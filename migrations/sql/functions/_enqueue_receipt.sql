@@ -61,7 +61,7 @@ BEGIN
     END IF;
 
     -- The id is drawn after the snapshot here too.
-    SELECT nextval('pgoutbox.message_id_seq'), f.newest_id INTO new_id, floor_id FROM pgoutbox.id_floor AS f;
+    SELECT nextval('pgoutbox.message_id_seq'), (SELECT f.newest_id FROM pgoutbox.id_floor AS f) INTO new_id, floor_id;
     IF new_id <= floor_id THEN
         PERFORM pgoutbox._refuse_id(new_id);
     END IF;

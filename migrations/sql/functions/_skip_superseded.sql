@@ -21,27 +21,32 @@ BEGIN
     ) THEN
         RETURN;
     END IF;
-    FOR older IN
-        SELECT m.id, (
-            SELECT h.newest_id
-            FROM pgoutbox.key_head AS h
-            WHERE h.scope = m.topic AND h.key = m.coalesce_key
-            LIMIT 1
-        ) AS newer_id
-        FROM unnest(ids) AS o(id)
-        CROSS JOIN LATERAL (
-            SELECT m.id, m.topic, m.coalesce_key
-            FROM pgoutbox.message_live AS m
-            WHERE m.id = o.id AND m.state = 'pending' AND m.available_at > clock_timestamp()
-            FOR UPDATE SKIP LOCKED
-        ) AS m
-    LOOP
-        UPDATE pgoutbox.message AS m
-        SET state = 'skipped',
-            finished_at = clock_timestamp(),
-            superseded_by = older.newer_id,
-            skip_reason = 'superseded by ' || older.newer_id
-        WHERE m.id = older.id AND m.state = 'pending';
-    END LOOP;
+    BEGIN
+        FOR older IN
+            SELECT m.id, (
+                SELECT h.newest_id
+                FROM pgoutbox.key_head AS h
+                WHERE h.scope = m.topic AND h.key = m.coalesce_key
+                LIMIT 1
+            ) AS newer_id
+            FROM unnest(ids) AS o(id)
+            CROSS JOIN LATERAL (
+                SELECT m.id, m.topic, m.coalesce_key
+                FROM pgoutbox.message_live AS m
+                WHERE m.id = o.id AND m.state = 'pending' AND m.available_at > clock_timestamp()
+                FOR UPDATE SKIP LOCKED
+            ) AS m
+        LOOP
+            UPDATE pgoutbox.message AS m
+            SET state = 'skipped',
+                finished_at = clock_timestamp(),
+                superseded_by = older.newer_id,
+                skip_reason = 'superseded by ' || older.newer_id
+            WHERE m.id = older.id AND m.state = 'pending';
+        END LOOP;
+    EXCEPTION
+        WHEN serialization_failure THEN
+            NULL; -- Another session has ended one of them since the statement began. The others are left to their claims.
+    END;
 END
 $function$;

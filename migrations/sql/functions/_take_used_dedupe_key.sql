@@ -7,12 +7,12 @@ SET enable_seqscan = off
 SET jit = off
 AS $function$
 BEGIN
-    IF EXISTS (
-        SELECT
+    IF (
+        SELECT d.is_kept OR NOT pgoutbox._has_freed_key(d.message_id)
         FROM pgoutbox.dedupe AS d
-        WHERE d.topic = draft.topic
-            AND d.dedupe_key = draft.dedupe_key
-            AND (d.is_kept OR NOT pgoutbox._has_freed_key(d.message_id))
+        WHERE d.topic = draft.topic AND d.dedupe_key = draft.dedupe_key
+        ORDER BY d.message_id DESC -- An old snapshot may see a deleted row too.
+        LIMIT 1
     ) THEN
         RETURN pgoutbox._take_dedupe_key(draft, id);
     END IF;

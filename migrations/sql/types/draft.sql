@@ -1,5 +1,5 @@
--- Every way to enqueue builds drafts, and _enqueue alone writes them. Null means the default. These names are the options
--- of `enqueue_many`: an option that is added here is an option there.
+-- Every way to enqueue builds drafts, and _enqueue and _enqueue_receipt write them. Null means the default. These names are
+-- the options of `enqueue_many`: an option that is added here is an option there.
 CREATE TYPE pgoutbox.draft AS (
     topic         text,
     payload       jsonb,
