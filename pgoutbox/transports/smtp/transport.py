@@ -168,7 +168,7 @@ class SmtpTransport:
         try:
             return await connection.deliver(await mail.pass_gate(), is_pipelined=self._is_pipelined)
         except _Failure as failure:
-            if failure.step == "RCPT" and failure.is_silent:
+            if failure.step in ("RCPT", "DATA") and failure.is_silent:
                 self._is_pipelined = False  # Some servers offer PIPELINING, and lose all but the first command.
             raise
         finally:
@@ -187,6 +187,7 @@ class SmtpTransport:
             connection = self._idle.pop()
             if connection.is_open:
                 return connection
+            connection.abort()
         return None
 
     async def _open(self) -> _Connection:
