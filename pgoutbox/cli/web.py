@@ -6,7 +6,7 @@ import getpass
 import ipaddress
 import socket
 import sys
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -34,7 +34,7 @@ def web(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve without sign-in. Only for a loopback address.")
     ] = False,
-    role: Annotated[Literal["viewer", "operator"], typer.Option(help="Role of everybody with --insecure.")] = "viewer",
+    role: Annotated[str, typer.Option(metavar="viewer|operator", help="Role of everybody with --insecure.")] = "viewer",
     dsn: Dsn = None,
 ) -> None:
     """Serve the dashboard, until SIGTERM or SIGINT.
@@ -68,7 +68,7 @@ def _print_url(url: str) -> None:
     sys.stdout.flush()
 
 
-def _access_for(settings: Settings, host: str, *, insecure: bool, role: Role) -> Access:
+def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> Access:
     from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access
 
     is_local = _is_loopback(host)
@@ -81,11 +81,19 @@ def _access_for(settings: Settings, host: str, *, insecure: bool, role: Role) ->
         if settings.web.viewer_tokens is not None or settings.web.operator_tokens is not None:
             raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKENS is set; unset it, or omit --insecure")
         print_warning(f"no sign-in: everybody on this machine has the role {role}")
-        return Access.open_to_all(role, settings, hosts=hosts)
+        return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
     access = Access.from_settings(settings, hosts=hosts)
     if settings.web.secret is None:
         print_note("PGOUTBOX_WEB_SECRET is not set: sessions end when this process ends")
     return access
+
+
+def _parse_role(text: str) -> Role:
+    match text:
+        case "viewer" | "operator":
+            return text
+        case _:
+            raise typer.BadParameter(f"{text!r} is not a role: give viewer or operator")
 
 
 def _is_loopback(host: str) -> bool:

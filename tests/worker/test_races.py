@@ -245,7 +245,8 @@ def test_one_function_knows_which_transactions_see_new_commits(
     enqueue(db)
     sees_it = reader.execute("SELECT count(*) > 0 FROM pgoutbox.message").fetchone()
     assert reader.execute("SELECT pgoutbox._reads_committed()").fetchone() == sees_it
-    others = "SELECT proname FROM pg_proc WHERE prosrc LIKE '%transaction\\_isolation%'"
+    body = "concat(prosrc, pg_get_function_sqlbody(oid))"
+    others = f"SELECT proname FROM pg_proc WHERE {body} LIKE '%transaction\\_isolation%'"
     assert db.execute(f"{others} AND pronamespace = 'pgoutbox'::regnamespace").fetchall() == [("_reads_committed",)]
 
 
