@@ -156,3 +156,19 @@ async def test_a_repeated_registration_after_a_withdrawal_gets_its_mail(
     await drained(outbox)
     assert seen == ["second"]
     assert live_count(db) == 0
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_a_key_that_is_pruned_taken_and_freed_again_is_free_in_an_old_snapshot(
+    outbox: Outbox, connect: Connect, db: psycopg.Connection, way: str
+) -> None:
+    put(db, State.SENT, topic="mail", dedupe_key="k")
+    producer = connect()
+    producer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    producer.execute("SELECT count(*) FROM pgoutbox.message").fetchall()
+    db.execute("SELECT pgoutbox.prune('{sent}', '-1 day', NULL, 100)").fetchall()
+    first = again(outbox, producer, way)
+    outbox.on(producer).cancel(first.id)
+    second = again(outbox, producer, way)
+    producer.commit()
+    assert (second.duplicate, second.id > first.id) == (False, True)

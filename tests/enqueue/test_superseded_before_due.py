@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,8 @@ import psycopg
 import pytest
 
 from pgoutbox import NewMessage, Outbox
-from tests.support.outbox_actions import enqueue, make_due, row_of, state_of
+from tests.support import races
+from tests.support.outbox_actions import cancel, enqueue, make_due, row_of, state_of
 from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
@@ -49,6 +51,30 @@ def test_a_scheduled_message_is_skipped_when_it_is_superseded(
     row = row_of(connection, older)
     assert (row.state, row.superseded_by, row.skip_reason) == ("skipped", newer, f"superseded by {newer}")
     assert [state_of(connection, i) for i in (other, newer)] == ["pending", "pending"]
+
+
+def test_a_bulk_survives_a_cancel_of_a_message_that_it_supersedes(connect: Connect, db: psycopg.Connection) -> None:
+    """Its statement has begun, so it sees a row that has moved to another partition meanwhile."""
+    items = [NewMessage("greet", None, coalesce_key=f"k{n:03}", delay=DAY) for n in range(100)]
+    older = Outbox().on(db).enqueue_many(items, require_transaction=False).ids
+    db.execute(
+        "CREATE FUNCTION public.stop() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " IF current_setting('test.stops', true) = 'yes' THEN PERFORM pg_advisory_xact_lock_shared(4711); END IF;"
+        " RETURN NEW; END $$;"
+        "CREATE TRIGGER stop BEFORE UPDATE ON pgoutbox.message_live FOR EACH ROW EXECUTE FUNCTION public.stop();"
+        "SELECT pg_advisory_lock(4711)"
+    )
+    producer, canceller = connect(), connect(autocommit=True)
+    producer.execute("SET test.stops = 'yes'")
+    with ThreadPoolExecutor(1) as thread:
+        enqueued = thread.submit(Outbox().on(producer).enqueue_many, items)
+        races.until_blocked(db, producer, enqueued)
+        assert cancel(canceller, older[90]) == "cancelled"
+        db.execute("SELECT pg_advisory_unlock(4711)")
+        newer = enqueued.result().ids
+    producer.commit()
+    assert {state_of(db, one) for one in newer} == {"pending"}
+    assert state_of(db, older[90]) == "cancelled"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pgoutbox import Enqueued, Outbox, State
+from tests.support.outbox_actions import until_blocked
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from tests.conftest import Connect
+    from tests.conftest import AsyncConnect, Connect
 
 KEYS: Final = ("dedupe_key", "coalesce_key", "ordering_key")
 # Longer than the patience with a locked table.
@@ -138,3 +140,20 @@ def test_a_locked_table_of_ended_messages_costs_no_new_mail(
     assert enqueued is not None
     assert mails(second_click) == [enqueued.id]
     assert errors(caplog) == []
+
+
+async def test_a_cancelled_enqueue_leaves_the_transaction_to_its_caller(
+    outbox: Outbox, connect: Connect, aconnect: AsyncConnect, second_click: psycopg.Connection
+) -> None:
+    first = connect()
+    outbox.on(first).enqueue("mail", 1, coalesce_key="k")
+    connection = await aconnect()
+    await connection.execute("INSERT INTO registration VALUES (7)")
+    lost = asyncio.ensure_future(outbox.on(connection).enqueue("mail", 1, coalesce_key="k", best_effort=True))
+    await until_blocked(second_click, lost)
+    lost.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    await connection.commit()
+    first.rollback()
+    assert second_click.execute("SELECT number FROM registration").fetchall() == [(7,)]

@@ -498,6 +498,67 @@ async def test_a_stop_in_the_middle_uses_up_no_attempt(
     assert {outcome for row in rows_of(db) for _, outcome, _ in attempts_of(db, row.id)} == {"released"}
 
 
+async def test_a_stop_begins_no_other_message_of_a_shared_transaction(
+    dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet", transactional=True, max_size=10)
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute(WRITE, [message.id])
+        begun.set()
+        await may_end.wait()
+
+    ids = enqueue_some(db, 1, 2, 3)
+    worker = Worker(outbox)
+    run = asyncio.create_task(worker.run())
+    await begun.wait()
+    worker.stop()
+    may_end.set()
+    await run
+    assert (effects(), states(db)) == (ids[:1], ["sent", "pending", "pending"])
+    assert [outcome for one in ids for _, outcome, _ in attempts_of(db, one)] == ["released"] * 2
+
+
+def test_a_stop_leaves_only_the_message_of_a_running_thread_to_its_lease(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], gate: Callable[[], bool]
+) -> None:
+    enqueue_some(db, 1, 2, 3)
+    worker = start_worker(GATED_THREAD, lease_seconds="60", shutdown_grace_seconds="0")
+    wait_until(gate, lambda: worker.log)
+    worker.terminate()
+    wait_until(lambda: states(db) == ["sending", "pending", "pending"], lambda: f"{states(db)}")
+    db.execute("SELECT pg_advisory_unlock_all()")
+    worker.wait()
+
+
+async def test_messages_beside_a_timeout_are_not_unknown(
+    dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", transactional=True, max_size=10, retry=LATER, timeout=0.5, on_unknown="hold")
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute(WRITE, [message.id])
+        if message.payload == "hangs":
+            await asyncio.Event().wait()
+
+    ids = enqueue_some(db, 1, "hangs", 3)
+    async with running(Worker(outbox)):
+        await until(lambda: states(db) == ["sent", "failed", "sent"])
+    assert effects() == [ids[0], ids[2]]
+
+
+GATED_THREAD: Final = """
+    from pgoutbox import Message, Outbox, SyncContext
+
+    outbox = Outbox()
+
+    @outbox.handler("greet", transactional=True, max_size=10)
+    def greet(message: Message, ctx: SyncContext) -> None:
+        ctx.connection.execute("SELECT pg_advisory_xact_lock_shared(4701)")
+"""
 GATED: Final = """
     from pgoutbox import Context, Message, Outbox
 
@@ -560,6 +621,36 @@ def test_the_session_of_a_suspended_worker_ends_with_any_of_its_attempts(
     assert start_worker(GATED, "--drain").wait() == 0
     suspended.send_signal(signal.SIGCONT)
     assert (effects(), states(db)) == (rest, ["sent"] * 2)
+
+
+def test_a_claim_that_is_lost_in_part_keeps_its_other_sessions(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]], gate: Callable[[], bool]
+) -> None:
+    """The other worker serves one of the topics."""
+    with db.transaction():
+        lost, kept = enqueue(db, "other"), enqueue(db, payload="last")
+    other = """
+    @outbox.handler("other")
+    async def other(message: Message, ctx: Context) -> None:
+        await asyncio.Event().wait()
+"""
+    suspended = start_worker("    import asyncio\n" + GATED + other, lease_seconds="3600")
+    wait_until(lambda: gate() and states(db) == ["sending"] * 2, lambda: suspended.log)
+    suspended.send_signal(signal.SIGSTOP)
+    lapse(db, lost)
+    quick = """
+    from pgoutbox import Context, Message, Outbox
+
+    outbox = Outbox()
+
+    @outbox.handler("other")
+    async def other(message: Message, ctx: Context) -> None: ...
+"""
+    assert start_worker(quick, "--drain").wait() == 0
+    suspended.send_signal(signal.SIGCONT)
+    db.execute("SELECT pg_advisory_unlock_all()")
+    wait_until(lambda: states(db) == ["sent"] * 2, lambda: suspended.log)
+    assert (effects(), attempts_of(db, kept)) == ([kept], [])
 
 
 def test_the_size_of_a_shared_transaction_is_checked() -> None:

@@ -350,3 +350,36 @@ async def test_the_commands_go_in_one_write_over_tls_too(open_transport: Open, s
         assert error_of(outcome, SendFailure) == "RCPT ann@example.com: Connection lost"
         assert await transport.send(outgoing(), EMAIL) == Sent()
     assert server.connection_count == 2
+
+
+async def test_an_idle_connection_with_a_reply_that_nobody_asked_for_is_closed(open_transport: Open) -> None:
+    """A proxy may keep it open after `421`."""
+    closed = [asyncio.Event() for _ in range(2)]
+    connections = iter(closed)
+    has_said = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        its_end = next(connections)
+        writer.write(b"220 mx ESMTP\r\n")
+        await reader.readline()
+        writer.write(b"250-mx\r\n250 PIPELINING\r\n")
+        await reader.readuntil(DATA)
+        writer.write(OK + OK + GO)
+        await reader.readuntil(DOT)
+        writer.write(OK)
+        if its_end is closed[0]:
+            writer.write(b"421 4.4.2 idle\r\n")
+            await writer.drain()
+            has_said.set()
+        await reader.read()
+        its_end.set()
+        writer.close()
+
+    async with listening(serve) as port:
+        transport = open_transport(port, smtp_connections=1)
+        assert await transport.send(outgoing(), EMAIL) == Sent()
+        await has_said.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)  # A turn of the event loop, in which the transport hears it.
+        assert await transport.send(outgoing(), EMAIL) == Sent()
+        await closed[0].wait()
