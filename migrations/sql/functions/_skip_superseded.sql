@@ -1,8 +1,6 @@
 -- End those of the messages that are pending and not due, as superseded by the newest ones of their keys. A message
 -- that is not due would wait until then for its claim, which ends it as superseded. A message that is due is left to
--- its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out. At another
--- isolation level than read committed, a row that a worker has changed since the snapshot would make the caller's
--- transaction fail.
+-- its claim; it may have fallen due after the start of this transaction. Rows that are locked are left out.
 CREATE FUNCTION pgoutbox._skip_superseded(ids bigint[])
 RETURNS void
 LANGUAGE plpgsql
@@ -14,7 +12,7 @@ DECLARE
     older record;
 BEGIN
     -- Most of them are due: this look is cheaper than the loop.
-    IF NOT pgoutbox._reads_committed() OR NOT EXISTS (
+    IF NOT EXISTS (
         SELECT
         FROM pgoutbox.message_live AS m
         WHERE m.id = ANY (ids) AND m.state = 'pending' AND m.available_at > clock_timestamp()
@@ -46,7 +44,7 @@ BEGIN
         END LOOP;
     EXCEPTION
         WHEN serialization_failure THEN
-            NULL; -- Another session has ended one of them since the statement began. The others are left to their claims.
+            NULL; -- Another session has changed one of them since the snapshot. All are left to their claims.
     END;
 END
 $function$;
