@@ -81,7 +81,7 @@ def register(
     calls: list[list[int]] = []
 
     def refuse(statement: str) -> object:
-        raise NotImplementedError(statement)
+        raise AssertionError(f"only a handler in a thread can run: {statement}")
 
     async def handle_all(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome | None]:
         calls.append([message.id for message in messages])

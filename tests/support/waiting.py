@@ -23,6 +23,12 @@ _LONGEST_PAUSE_SECONDS: Final = 0.05
 T = TypeVar("T")
 
 
+async def turn(times: int) -> None:
+    """Let the event loop turn so often: what has arrived is read. It waits for no time."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
 def wait_until(condition: Callable[[], T], what: Callable[[], str]) -> T:
     """Return the condition's value once it is true. Fail with the text of `what` if that never happens."""
     began_at = time.monotonic()

@@ -18,7 +18,7 @@ from tests.support.dialogues import HOST, listening
 from tests.support.sends import closing, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.smtp_server import Misbehaviour, Reply, ScriptedServer, mail_settings, parsed, scripted_server
-from tests.support.waiting import until
+from tests.support.waiting import turn, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -92,8 +92,7 @@ async def say(writer: asyncio.StreamWriter, text: bytes) -> None:
     """Send each byte in a packet of its own, which the client reads in the turns of the event loop after it."""
     for byte in text:
         writer.write(bytes((byte,)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await turn(2)
 
 
 def recipients_of(server: ScriptedServer) -> list[str]:
@@ -288,8 +287,7 @@ async def test_a_server_that_leaves_before_the_first_command_is_an_outage(open_t
         writer.write(b"220 mx.test ESMTP\r\n")
         await reader.readline()
         writer.write(b"250-mx.test\r\n250 PIPELINING\r\n")
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turn(turns)
         writer.close()
 
     async with listening(serve) as port:
@@ -379,7 +377,6 @@ async def test_an_idle_connection_with_a_reply_that_nobody_asked_for_is_closed(o
         transport = open_transport(port, smtp_connections=1)
         assert await transport.send(outgoing(), EMAIL) == Sent()
         await has_said.wait()
-        for _ in range(20):
-            await asyncio.sleep(0)  # A turn of the event loop, in which the transport hears it.
+        await turn(20)  # The transport hears it.
         assert await transport.send(outgoing(), EMAIL) == Sent()
         await closed[0].wait()

@@ -28,7 +28,7 @@ from tests.support.dialogues import HOST, listening
 from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of, rows_of, running
 from tests.support.sends import closed_gate, closing, error_of, gate, outgoing
 from tests.support.settings import settings_with
-from tests.support.waiting import until
+from tests.support.waiting import turn, until
 from tests.support.webhook_server import Misbehaviour, answer, webhook_server
 
 if TYPE_CHECKING:
@@ -191,12 +191,6 @@ async def test_a_connection_closed_by_the_server_is_replaced(open_transport: Ope
     assert server.connection_count == 3
 
 
-async def turn(times: int) -> None:
-    """Let the event loop turn. The first turn closes the server's socket, and the client notices it in a later one."""
-    for _ in range(times):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("end", ["closed", "reset", "an answer that nobody asked for"])
 @pytest.mark.parametrize("moment", ["before the send", "at the gate", "at the gate, unnoticed"])
 async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end: str, moment: str) -> None:
@@ -206,7 +200,7 @@ async def test_a_dead_idle_connection_costs_no_attempt(open_transport: Open, end
                 server.close_idle(reset=end == "reset")
             else:
                 server.say_to_idle(answer(408))
-            await turn(turns)
+            await turn(turns)  # The first turn closes the server's socket, and the client notices it in a later one.
 
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port)
