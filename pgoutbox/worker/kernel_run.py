@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from pgoutbox.worker.pool import AttemptPool
 
 MANY_REFUSED: Final = 10  # If the process is killed, these are handed over again.
-# Messages that wait so long in this process are left to other workers. Its handlers are slow, so for a while it claims
-# only for free slots: otherwise it would claim and release the same messages again and again.
+# Messages that wait so long in this process are left to other workers. It claims ahead what begins in half this time.
 _LONG_WAIT_SECONDS: Final = 1.0
-_SLOW_SECONDS: Final = 10.0
 _PROBE_SHARE: Final = 4
 _GOES_ON: Final = (State.PENDING, State.SENDING)
 _CLAIMS: Final = (statements.CLAIM, statements.CLAIM_WITHOUT_KEYS)
@@ -71,7 +69,6 @@ class KernelAttempts:
         self._probing: set[int] = set()
         self._is_watching = False
         self._ended_at = -_LONG_WAIT_SECONDS
-        self._slow_until = 0.0
         self.in_flight = run.in_flight
         self.answered_at: datetime | None = None
         """The time of the last answered claim, by the server's clock."""
@@ -97,19 +94,21 @@ class KernelAttempts:
         self._outcomes.report_unattempted(rows)
 
     def room(self, on_the_way: int) -> int:
-        """Return how many messages to claim now: half a batch waits for the slots, and half is on its way."""
-        if len(self.refused) >= MANY_REFUSED:
-            return 0
+        """Return how many messages to claim now, for free slots and ahead: half of these wait, half are on their way.
+
+        A message that waits for a slot here could begin in another worker, so slow handlers have few ahead, or none.
+        """
         pool, batch = self.pool, self._batch_size
-        if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
+        if len(self.refused) >= MANY_REFUSED or pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
             return 0
-        if (now := elapsed_clock()) < self._slow_until:
-            return max(0, min(batch, pool.capacity - pool.open_count - on_the_way))
-        if pool.open_count >= pool.capacity and now - self._ended_at >= _LONG_WAIT_SECONDS:
-            return 0  # Its handlers last long: a message that waits for a slot here could begin in another worker.
-        room = min(pool.capacity + batch - pool.open_count, pool.capacity + 3 * batch - self.unwritten_count)
-        room -= on_the_way
-        return min(batch, room, (pool.capacity + batch + 1) // 2) if room * 2 >= batch and pool.capacity else 0
+        free = pool.free_count * pool.work_size
+        if not free and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
+            return 0  # They have become slow.
+        ahead = min(batch, pool.turnover(_LONG_WAIT_SECONDS / 2))
+        ahead -= ahead % pool.work_size  # A slot that is free next would begin with a part.
+        most = pool.capacity + batch - max(pool.open_count, self.unwritten_count - 2 * batch)
+        room = min(free + ahead - pool.waiting_count, most) - on_the_way
+        return min(batch, room, free + (ahead + 1) // 2) if room * 2 >= ahead and pool.capacity else 0
 
     def _watch_waiting(self) -> None:
         """Leave messages to other workers that have waited for a slot for long."""
@@ -118,7 +117,6 @@ class KernelAttempts:
         # With a free slot the process itself was slow, and the messages begin now.
         if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS and pool.running_count >= pool.capacity:
             pool.release_waiting(self._may_be_released)
-            self._slow_until = elapsed_clock() + _SLOW_SECONDS
         if pool.waiting_count:
             self._is_watching = True
             asyncio.get_running_loop().call_later(_LONG_WAIT_SECONDS, self._watch_waiting)

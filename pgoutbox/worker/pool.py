@@ -38,6 +38,8 @@ from pgoutbox.worker.threads import ThreadOwner, thread_owner
 _TURN_SECONDS = 0.005
 # The time for the result of a thread to reach its task, and the minimum time for the code after it.
 _RETURN_SECONDS = 0.1
+# The weight of one message in the mean duration.
+_WEIGHT = 0.1
 # How long measurements are collected: one report of many costs a fraction of many reports.
 _MEASURE_SECONDS = 0.1
 _HALF_LOST = (
@@ -133,6 +135,9 @@ class AttemptPool:
         self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
+        self._message_seconds = 1.0  # The mean duration of the last messages. A new worker takes them for slow.
+        self.work_size = 1
+        """How many messages the handler of the last ones can take at once."""
         self._outlived: list[str] = []  # The topic of each slot whose handler outlived its attempt.
         self._slots: list[_Slot] = []
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -177,6 +182,15 @@ class AttemptPool:
     def oldest_wait_seconds(self) -> float:
         """The waiting time of the next message."""
         return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
+
+    @property
+    def free_count(self) -> int:
+        """The number of free slots."""
+        return self._concurrency - len(self._slots) + len(self._idle)
+
+    def turnover(self, seconds: float) -> int:
+        """Return how many messages the slots are likely to begin within this time, by the duration of the last ones."""
+        return int(self.capacity * seconds / max(self._message_seconds, 1e-6))
 
     def work_of(self, task: asyncio.Task[object]) -> Work:
         """Return the messages whose handler runs in this task. Any thread may call it."""
@@ -260,6 +274,8 @@ class AttemptPool:
                 else:
                     await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
+                self._message_seconds += ((now - began_at) / size - self._message_seconds) * _WEIGHT
+                self.work_size = work[0].handler.max_size or 1
                 if self._measured is not None:
                     if not self._measured:
                         loop.call_later(_MEASURE_SECONDS, self._measure)

@@ -101,6 +101,53 @@ async def test_messages_are_not_claimed_and_released_again_and_again_beside_slow
     assert claim_count <= delivered + 1 + 2 * batch_size
 
 
+async def test_a_new_worker_with_slow_handlers_leaves_all_other_messages_to_others(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outboxes = [Outbox(settings_for(dsn, concurrency=1, batch_size=10)) for _ in range(2)]
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outboxes[0].handler("greet")
+    async def wait(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    @outboxes[1].handler("greet")
+    async def end(message: Message, ctx: Context) -> None:
+        pass
+
+    with db.transaction():
+        for _ in range(10):
+            enqueue(db)
+    async with running(Worker(outboxes[0])):
+        await has_begun.wait()
+        async with running(Worker(outboxes[1])):
+            await until(lambda: db.execute("SELECT FROM pgoutbox.message WHERE state = 'sent'").rowcount == 9)
+        may_end.set()
+        await until(lambda: db.execute("SELECT FROM pgoutbox.message WHERE state = 'sent'").rowcount == 10)
+    # None was claimed and released.
+    assert db.execute("SELECT sum(attempt_count) FROM pgoutbox.message").fetchone() == (10,)
+
+
+@pytest.mark.slow
+async def test_a_slow_batch_handler_gets_large_batches(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    sizes: list[int] = []
+
+    @outbox.batch_handler("greet", max_size=10)
+    async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        await asyncio.sleep(0.6)  # A slow API.
+        sizes.append(len(messages))
+
+    with db.transaction():
+        for _ in range(41):
+            enqueue(db)
+    async with running(Worker(outbox)):
+        await until(lambda: sum(sizes) == 41)
+    # The first one is small, and the end of a page of ordering keys can take the place of a message.
+    assert len(sizes) <= 1 + 2 * 4
+
+
 async def test_messages_begin_in_the_order_of_their_due_times(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
     begun: list[int] = []
