@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from pgoutbox import (
@@ -27,7 +28,8 @@ from tests.soak.postbox import headers_of
 from tests.support.ledger import KEY, told_ledger
 from tests.support.line_server import Line
 
-TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
+EFFECT_TOPICS = ("soak.effect", "soak.effect.shared", "soak.effect.batch")
+TOPICS = ("soak.async", "soak.sync", "soak.batch", *EFFECT_TOPICS)
 ORDERED_TOPICS = ("soak.ordered", "soak.arranged")
 OWNERS = 100
 """Each owner has some of the messages without a dedupe key."""
@@ -45,6 +47,7 @@ TEXT = "5 € für 漢字 🙂"
 """Used in payloads and errors. Only Unicode encodings have all of its characters."""
 _RETRY = RetryPolicy(max_attempts=1000, base=0.05, cap=1.0)
 _TIMEOUT_SECONDS = 4.0
+_handed_over = set[tuple[int, datetime, int]]()
 
 
 def facts(message: Message) -> dict[str, Any]:
@@ -81,9 +84,24 @@ def answer(message: Message) -> Transient | Permanent | Snooze | None:
             raise ValueError(f"no such step: {unknown}")
 
 
+def safe_answer(message: Message) -> Transient | Permanent | Snooze | None:
+    """Run the step up to its outcome. An error concerns this message only."""
+    try:
+        return answer(message)
+    except RuntimeError as error:
+        return Transient(str(error))
+
+
 def hand_over(message: Message) -> None:
     """Simulate the external effect of a real handler."""
     told_ledger().hand_over(message.payload, message.attempt_count)
+
+
+def hand_over_once(message: Message) -> None:
+    """Hand over, unless this attempt has: messages that share a transaction are tried again in parts of it."""
+    if (attempt := (message.id, message.created_at, message.attempt_count)) not in _handed_over:
+        _handed_over.add(attempt)
+        hand_over(message)
 
 
 def running(message: Message) -> contextlib.AbstractContextManager[None]:
@@ -154,10 +172,7 @@ async def on_batch(
     outcomes = []
     for message in messages:
         with running(message):
-            try:
-                outcome = answer(message)
-            except RuntimeError as error:
-                outcome = Transient(str(error))
+            outcome = safe_answer(message)
             if outcome is None:
                 hand_over(message)
             outcomes.append(outcome)
@@ -172,18 +187,49 @@ async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | S
     """
     with running(message):
         async with ctx.connection.transaction() if message.id % 2 else contextlib.nullcontext():
-            await ctx.connection.execute(
-                "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)",
-                (message.id, message.attempt_count),
-            )
-            await ctx.connection.execute(
-                "UPDATE soak_account SET change_count = change_count + 1 WHERE id = %s", (message.id % ACCOUNTS,)
-            )
+            await write_effect(message, ctx)
         await asyncio.sleep(facts(message)["seconds"])
         outcome = answer(message)
         if outcome is None:
             hand_over(message)
         return outcome
+
+
+@outbox.handler("soak.effect.shared", retry=_RETRY, transactional=True, max_size=20)
+async def on_shared_effect(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
+    """Write the effect in a savepoint of a transaction that ends several attempts."""
+    with running(message):
+        await write_effect(message, ctx)
+        outcome = answer(message)
+        if outcome is None:
+            hand_over_once(message)
+        return outcome
+
+
+@outbox.batch_handler("soak.effect.batch", max_size=20, retry=_RETRY, transactional=True)
+async def on_batch_of_effects(
+    messages: Sequence[Message], contexts: Sequence[Context]
+) -> list[Transient | Permanent | Snooze | None]:
+    """Write all effects, or none: if a message is not sent, this runs again without it."""
+    outcomes = []
+    for message, ctx in zip(messages, contexts, strict=True):
+        with running(message):
+            await write_effect(message, ctx)
+            outcomes.append(safe_answer(message))
+    for message, outcome in zip(messages, outcomes, strict=True):
+        if outcome is None:
+            hand_over_once(message)
+    return outcomes
+
+
+async def write_effect(message: Message, ctx: Context) -> None:
+    """Insert a row, and change one that other messages also change."""
+    await ctx.connection.execute(
+        "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
+    )
+    await ctx.connection.execute(
+        "UPDATE soak_account SET change_count = change_count + 1 WHERE id = %s", (message.id % ACCOUNTS,)
+    )
 
 
 @outbox.on_failed("soak.sync", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)

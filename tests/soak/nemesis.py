@@ -24,7 +24,7 @@ from pgoutbox import NewMessage, Outbox
 from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
-from tests.soak.app import ACCOUNTS, LONELY_QUEUE, OWNERS, STEADY_QUEUE
+from tests.soak.app import ACCOUNTS, EFFECT_TOPICS, LONELY_QUEUE, OWNERS, STEADY_QUEUE
 from tests.soak.books import limit
 from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, POLL_SECONDS, WORKER_ROLE, Process
 from tests.soak.liveness import PATIENCE_SECONDS
@@ -69,7 +69,7 @@ _PENDING: Final = "SELECT id FROM pgoutbox.message_view WHERE id = ANY (%s) AND 
 # Messages with a dedupe key are not cancelled: see `Nemesis.cancel`.
 _EFFECTS_IN_FLIGHT: Final = """
 SELECT id FROM pgoutbox.message_view
-WHERE state = 'sending' AND topic = 'soak.effect' AND dedupe_key IS NULL
+WHERE state = 'sending' AND topic LIKE 'soak.effect%' AND dedupe_key IS NULL
 ORDER BY id DESC
 LIMIT 3
 """
@@ -469,7 +469,7 @@ class Nemesis:
 
     def pause_topic(self) -> None:
         """Pause a topic, ring for it all the same, and resume it."""
-        topic = self.chance.choice(["soak.batch", "soak.effect", "soak.halted", "soak.ordered", "soak.webhook"])
+        topic = self.chance.choice([*EFFECT_TOPICS, "soak.batch", "soak.halted", "soak.ordered", "soak.webhook"])
         with self.fleet.connection() as connection:
             # The pause ends by itself if the resume fails.
             Operator(connection).pause_topic(topic, duration=timedelta(seconds=5))

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
-from tests.soak.app import THREAD_TIMEOUT_SECONDS
+from tests.soak.app import EFFECT_TOPICS, THREAD_TIMEOUT_SECONDS
 from tests.soak.crew import LEASE_SECONDS
 from tests.support.ledger import Entries, HandOver, Run
 
@@ -24,7 +24,7 @@ REFUSED_HAND_OVERS: Final = 2
 
 # A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
 _IN_TRANSPORT: Final = ("soak.mail", "soak.webhook")
-_MAY_REPEAT: Final = ("soak.effect", "soak.line", *_IN_TRANSPORT, "soak.errand")
+_MAY_REPEAT: Final = (*EFFECT_TOPICS, "soak.line", *_IN_TRANSPORT, "soak.errand")
 _THREADED: Final = ("soak.thread", "soak.errand")
 
 REFUSALS: Final[LiteralString] = """
@@ -86,7 +86,7 @@ WHERE outcome IN ('retry', 'snoozed', 'released', 'failed')
 _SENT: Final = """
 SELECT id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM finished_at)::float8
 FROM pgoutbox.message
-WHERE state = 'sent' AND topic <> 'soak.effect' AND topic NOT LIKE '%.failed' AND worker LIKE '%:%:%'
+WHERE state = 'sent' AND topic NOT LIKE 'soak.effect%' AND topic NOT LIKE '%.failed' AND worker LIKE '%:%:%'
 """
 # Every attempt that the database knows: it is over, or it is the last one of its message.
 _KNOWN: Final = """
@@ -391,7 +391,7 @@ def _again_and_again(
     lived_until: defaultdict[str, float] = defaultdict(float)
     for run in runs:
         lived_until[run.process] = max(lived_until[run.process], run.began_at)
-    others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic != "soak.effect"]
+    others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic not in EFFECT_TOPICS]
     for modulus, remainder, from_at, until_at in refusals:
         former: dict[str, HandOver] = {}
         counts: Counter[int] = Counter()

@@ -14,6 +14,7 @@ from typing import Any, Final, LiteralString, NamedTuple
 import psycopg
 from psycopg.rows import class_row
 
+from tests.soak.app import EFFECT_TOPICS
 from tests.soak.liveness import passed_over
 from tests.soak.runs import CONTINUED, Lost, Struck, by_runs, lost_by_failover, pid_of
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
@@ -63,7 +64,7 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         SELECT m.id
         FROM pgoutbox.message AS m
         LEFT JOIN soak_effect AS e ON e.message_id = m.id
-        WHERE (m.topic = 'soak.effect' OR m.topic LIKE '%.failed') AND m.state = 'sent'
+        WHERE (m.topic LIKE 'soak.effect%' OR m.topic LIKE '%.failed') AND m.state = 'sent'
         GROUP BY m.id, m.attempt_count, m.worker
         HAVING count(e.message_id) <> 1 OR (
             max(e.attempt_count) <> m.attempt_count
@@ -156,7 +157,7 @@ SELECT a.message_id, a.attempt_count
 FROM soak_attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE a.outcome IN ('lost', 'released')
-    OR m.topic = 'soak.effect'
+    OR m.topic LIKE 'soak.effect%'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
     OR m.topic IN ('soak.errand', 'soak.mail', 'soak.webhook')
 """
@@ -303,7 +304,7 @@ def _unproven(
     for row in rows:
         counts = (row.attempt_count, *continued_counts[row.id])
         at = min(handed_over_at.get((row.key, count), float("inf")) for count in counts)
-        latest = time.time() if row.topic == "soak.effect" else row.finished_at
+        latest = time.time() if row.topic in EFFECT_TOPICS else row.finished_at
         if row.state == "sent" and at > latest and row.key not in uncertain_keys:
             unproven.add(row.id)
     return unproven

@@ -80,7 +80,8 @@ _AUDITED: Final = "SELECT message_id, ledger_key, state FROM public.ledger_audit
 _ENDED_ATTEMPTS: Final = """
 SELECT
     m.payload ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
-    a.attempt_count
+    -- Like ends in a row are one entry, with the number of the last one.
+    generate_series(a.attempt_count - a.times + 1, a.attempt_count)
 FROM pgoutbox.attempt_view AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE m.payload ? 'ledger_key' AND a.outcome <> 'sent'
