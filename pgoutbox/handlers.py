@@ -7,12 +7,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypedDict, TypeVar
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, ValidationError
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
@@ -30,6 +31,22 @@ _UNREADABLE_PAUSES: Final = RetryPolicy.steps(2, 2, 2, 2, 2, 2, 4, 4, 8, 8, 16, 
 _MAX_SAVEPOINTS: Final = 64
 
 _NOT_TRANSACTIONAL = "ctx.connection is only for transactional handlers: register this one with transactional=True"
+
+
+class HandlerOptions(TypedDict, total=False):
+    """The options of a handler.
+
+    `retry` is the policy, unless the definition of the topic has one. `timeout` (seconds or a timedelta) is per
+    attempt. With `on_unknown="hold"`, a message whose lease expired ends as `failed` instead of being tried again.
+    A `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
+    Exceptions of the `permanent` types are not retried.
+    """
+
+    retry: RetryPolicy | None
+    timeout: Duration | None
+    on_unknown: OnUnknown
+    transactional: bool
+    permanent: Sequence[type[BaseException]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +76,7 @@ class Handler:
         place = f"handler {getattr(self.function, '__qualname__', repr(self.function))} of topic {self.topic!r}"
         contexts = (Context, SyncContext)
         check_handler(self.function, place=place, contexts=contexts, is_batch=self.is_batch, model=self.payload)
-        if not _is_policy(self.retry):
+        if not isinstance(self.retry, RetryPolicy):
             raise ConfigurationError(f"{place}: retry={self.retry!r}: must be a RetryPolicy")
         timeout = self.timeout_seconds
         if timeout is not None and not _is_between(timeout, 1e-9, sys.float_info.max):
@@ -104,10 +121,6 @@ def _is_between(value: object, low: float, high: float) -> bool:
 
 def _are_exceptions(kinds: object) -> bool:
     return isinstance(kinds, Sequence) and all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds)
-
-
-def _is_policy(retry: object) -> bool:
-    return isinstance(retry, RetryPolicy)
 
 
 class CallNext(Protocol):

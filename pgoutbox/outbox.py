@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, overload
 
-from pydantic import BaseModel
 from typing_extensions import Unpack
 
-from pgoutbox.clock import Duration, seconds_of
+from pgoutbox.clock import seconds_of
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.producer import AsyncProducer, Producer, producer_on
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Draft, prepare
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
+from pgoutbox.handlers import Context, Handler, HandlerOptions, Middleware, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings, load_settings
@@ -165,23 +163,16 @@ class Outbox:
         self,
         topic: str | Topic[P],
         *,
-        retry: RetryPolicy | None = None,
-        timeout: Duration | None = None,
-        on_unknown: OnUnknown = "retry",
-        transactional: bool = False,
         max_size: int | None = None,
-        permanent: Sequence[type[BaseException]] = (),
+        **options: Unpack[HandlerOptions],
     ) -> HandlerDecorator[P]:
         """Register the decorated function as the topic's handler, and return it unchanged.
 
         An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
         thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
-        retry gets the same `message.idempotency_key`. `timeout` (seconds or a timedelta) is per attempt. With
-        `on_unknown="hold"`, a message whose lease expired ends as `failed` instead of being tried again. A
-        `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together. With
-        `max_size` (1 to 64) up to so many messages of one claim share a transaction: the handler runs for one after the
-        other, each in a savepoint, and they commit together, without the writes of messages that are not sent.
-        Exceptions of the `permanent` types are not retried.
+        retry gets the same `message.idempotency_key`. With `max_size` (1 to 64) up to so many messages of one claim
+        share a transaction: the handler runs for one after the other, each in a savepoint, and they commit together,
+        without the writes of messages that are not sent.
 
         Raises `ConfigurationError` for a second handler of a topic, for a function of another signature, for a
         generator, and for annotations that contradict what a worker passes.
@@ -189,21 +180,14 @@ class Outbox:
             @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
             async def activate(message: Message[Activation], ctx: Context) -> Email: ...
         """
-        make = partial(
-            Handler, on_unknown=on_unknown, transactional=transactional, max_size=max_size, permanent=permanent
-        )
-        return self._decorator("handler", topic, retry, timeout, make)
+        return self._decorator("handler", topic, options, max_size=max_size)
 
     def batch_handler(
         self,
         topic: str | Topic[P],
         *,
         max_size: int = 100,
-        retry: RetryPolicy | None = None,
-        timeout: Duration | None = None,
-        on_unknown: OnUnknown = "retry",
-        transactional: bool = False,
-        permanent: Sequence[type[BaseException]] = (),
+        **options: Unpack[HandlerOptions],
     ) -> BatchHandlerDecorator[P]:
         """Register the decorated function as the topic's handler of up to `max_size` (1 to 5000) messages at once.
 
@@ -218,33 +202,15 @@ class Outbox:
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
         """
-        make = partial(
-            Handler,
-            on_unknown=on_unknown,
-            is_batch=True,
-            transactional=transactional,
-            max_size=max_size,
-            permanent=permanent,
-        )
-        return self._decorator("batch_handler", topic, retry, timeout, make)
+        return self._decorator("batch_handler", topic, options, max_size=max_size, is_batch=True)
 
-    def on_failed(
-        self,
-        topic: str | Topic[Any],
-        *,
-        retry: RetryPolicy | None = None,
-        timeout: Duration | None = None,
-        on_unknown: OnUnknown = "retry",
-        transactional: bool = False,
-        permanent: Sequence[type[BaseException]] = (),
-    ) -> HandlerDecorator[Failure]:
+    def on_failed(self, topic: str | Topic[Any], **options: Unpack[HandlerOptions]) -> HandlerDecorator[Failure]:
         """Register the decorated function as the hook of a topic: it runs when a message of the topic ends `failed`.
 
         The hook is a handler of its own topic, `<topic>.failed`. The transaction that ends a message as failed enqueues
         one message of that topic, in the same queue. So the hook runs at least once for each failure that was
         committed, with its own retries, and never for another. A message that is redriven and fails again has another
-        failure. A hook that fails has no hook itself: its message ends `failed` like any other. The options are those
-        of `handler`.
+        failure. A hook that fails has no hook itself: its message ends `failed` like any other.
 
         Register the hook in the outbox that has the topic's handler. Raises `ConfigurationError` for a second hook of a
         topic, for the hook of a hook, and for a topic of more than 56 characters.
@@ -256,12 +222,11 @@ class Outbox:
                 )
         """
         _require_topic("on_failed", topic)
-        make = partial(Handler, on_unknown=on_unknown, transactional=transactional, permanent=permanent)
 
         def register(function: F) -> F:
             definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
             hook_topic = self._topic_of_hook(definition)
-            self._decorator("on_failed", hook_topic, retry, timeout, make)(function)
+            self._decorator("on_failed", hook_topic, options)(function)
             self._hooks[definition.name] = hook_topic.name
             return function
 
@@ -287,12 +252,14 @@ class Outbox:
         self,
         name: str,
         topic: str | Topic[Any],
-        retry: RetryPolicy | None,
-        timeout: Duration | None,
-        make: Callable[..., Handler],
+        options: HandlerOptions,
+        *,
+        max_size: int | None = None,
+        is_batch: bool = False,
     ) -> Callable[[F], F]:
         _require_topic(name, topic)
-        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        others: dict[str, Any] = {**options}
+        retry, timeout = others.pop("retry", None), others.pop("timeout", None)
 
         def register(function: F) -> F:
             topic_name = name_of(topic)
@@ -303,14 +270,17 @@ class Outbox:
                 raise ConfigurationError(
                     f"handler of topic {topic_name!r}: retry: belongs to the definition of the topic"
                 )
-            self._handlers[topic_name] = make(
+            self._handlers[topic_name] = Handler(
                 topic_name,
                 function,
                 retry=retry or definition.retry or RetryPolicy(),
-                timeout_seconds=timeout_seconds,
-                payload=cast("type[BaseModel] | None", definition.payload),
+                timeout_seconds=timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
+                payload=definition.payload,
                 redact=definition.redact,
                 unreadable_timeout_seconds=seconds_of(definition.unreadable_timeout),
+                max_size=max_size,
+                is_batch=is_batch,
+                **others,
             )
             return function
 

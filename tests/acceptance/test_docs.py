@@ -28,7 +28,6 @@ import pgoutbox
 from pgoutbox import EditResult, Outbox, Producer, Topic
 from pgoutbox.cli.commands import app
 from pgoutbox.database import sql
-from pgoutbox.enqueue.producer import EnqueueOptions
 from pgoutbox.kernel import statements
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
@@ -221,8 +220,8 @@ def arguments_of(function: Callable[..., object]) -> set[str]:
         return set(Settings.model_fields)
     parameters = inspect.signature(function).parameters
     names = set(parameters)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        names |= EnqueueOptions.__annotations__.keys()
+    for options in re.findall(r"Unpack\[(\w+)\]", str(parameters.get("options"))):
+        names |= getattr(sys.modules[function.__module__], options).__annotations__.keys()
     return names
 
 
