@@ -7,11 +7,11 @@ import contextlib
 import json
 import re
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import psycopg
 from psycopg.rows import class_row
@@ -24,11 +24,14 @@ from pgoutbox.handlers import CallNext, Handler, Middleware
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import RedirectSettings, load_settings
+from pgoutbox.text import pluralize
 from pgoutbox.transports import Content
 from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
+
+T = TypeVar("T")
 
 _MISSING = object()
 _PACKAGE: Final = str(Path(__file__).parents[1])
@@ -114,36 +117,12 @@ class _EveryScheme(Mapping[str, _Capture]):
         return 1
 
 
-@dataclass(slots=True)
-class _Expectation:
-    """Messages that a test expects to end `failed`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Expectation(Generic[T]):
+    """An expectation of a test, and the messages or exceptions that met it."""
 
-    topic: str | None
-    match: str | None
-    rows: list[Row] = field(default_factory=list)
-
-    def meets(self, row: Row) -> bool:
-        is_topic = self.topic is None or row.topic == self.topic
-        return is_topic and (self.match is None or re.search(self.match, row.last_error or "") is not None)
-
-    def __str__(self) -> str:
-        topic = "" if self.topic is None else f" of topic {self.topic!r}"
-        return f"a message{topic}" + ("" if self.match is None else f" with an error that matches {self.match!r}")
-
-
-@dataclass(slots=True)
-class _ExpectedException:
-    """Exceptions that a test expects of handlers."""
-
-    kind: type[BaseException]
-    match: str | None
-    raised: list[BaseException] = field(default_factory=list)
-
-    def meets(self, error: BaseException) -> bool:
-        return isinstance(error, self.kind) and (self.match is None or re.search(self.match, str(error)) is not None)
-
-    def __str__(self) -> str:
-        return self.kind.__name__ + ("" if self.match is None else f" that matches {self.match!r}")
+    meets: Callable[[T], bool]
+    met: list[T] = field(default_factory=list)
 
 
 class _ObservedWorker(Worker):
@@ -192,8 +171,8 @@ class OutboxDriver:
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
         self._transports = _EveryScheme(self._capture)
-        self._expectations: list[_Expectation] = []
-        self._expected_exceptions: list[_ExpectedException] = []
+        self._expectations: list[_Expectation[Row]] = []
+        self._expected_exceptions: list[_Expectation[BaseException]] = []
         self._exceptions: dict[int, BaseException] = {}
 
     def answer_with(self, answer: Callable[[Delivery], Outcome]) -> None:
@@ -210,8 +189,9 @@ class OutboxDriver:
         self._deliver()
         self._check([row for row in self.messages(state=State.FAILED) if row.id not in failed_before])
 
-    @contextlib.contextmanager
-    def expect_failed(self, topic: str | None = None, *, match: str | None = None) -> Iterator[list[Row]]:
+    def expect_failed(
+        self, topic: str | None = None, *, match: str | None = None
+    ) -> contextlib.AbstractContextManager[list[Row]]:
         """Expect that messages end `failed` in this block, and yield the list to which their rows are added.
 
         `match` is a regular expression that is searched in the last error. Exceptions of earlier attempts of these
@@ -222,19 +202,17 @@ class OutboxDriver:
                 driver.drain()
             assert failed[0].attempt_count == 1
         """
-        expectation = _Expectation(topic, match)
-        self._expectations.append(expectation)
-        try:
-            yield expectation.rows
-        finally:
-            self._expectations.remove(expectation)
-        if not expectation.rows:
-            raise AssertionError(f"expect_failed: {expectation} should have ended failed, but none has")
+        wanted = "a message" if topic is None else f"a message of topic {topic!r}"
+        error = "" if match is None else f" with an error that matches {match!r}"
+        return _expecting(
+            self._expectations,
+            lambda row: topic in (None, row.topic) and _matches(match, row.last_error or ""),
+            complaint=f"expect_failed: {wanted}{error} should have ended failed, but none has",
+        )
 
-    @contextlib.contextmanager
     def expect_raised(
         self, kind: type[BaseException] = Exception, *, match: str | None = None
-    ) -> Iterator[list[BaseException]]:
+    ) -> contextlib.AbstractContextManager[list[BaseException]]:
         """Expect exceptions of handlers in this block, and yield the list to which they are added.
 
         `match` is a regular expression that is searched in their texts. The messages are retried; one that ends
@@ -243,14 +221,12 @@ class OutboxDriver:
             with driver.expect_raised(ConnectionError):
                 driver.run_pass()
         """
-        expectation = _ExpectedException(kind, match)
-        self._expected_exceptions.append(expectation)
-        try:
-            yield expectation.raised
-        finally:
-            self._expected_exceptions.remove(expectation)
-        if not expectation.raised:
-            raise AssertionError(f"expect_raised: a handler should have raised {expectation}, but none has")
+        wanted = kind.__name__ if match is None else f"{kind.__name__} that matches {match!r}"
+        return _expecting(
+            self._expected_exceptions,
+            lambda error: isinstance(error, kind) and _matches(match, str(error)),
+            complaint=f"expect_raised: a handler should have raised {wanted}, but none has",
+        )
 
     def clear(self) -> None:
         """Delete all messages with their keys and attempts, and forget the deliveries.
@@ -337,7 +313,8 @@ class OutboxDriver:
 
     def _deliver(self) -> None:
         """Run one pass. A driver for another connection overrides it, and `_connect`."""
-        _run_in_thread(self._run_once)
+        with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
+            thread.submit(asyncio.run, self._run_once()).result()
 
     async def _run_once(self) -> None:
         with self._connect() as connection:
@@ -360,10 +337,10 @@ class OutboxDriver:
         shown = []
         for row in failed:
             exception = self._exceptions.pop(row.id, None)
-            if (expectation := self._expectation_of(row)) is None:
+            if (expectation := _of(self._expectations, row)) is None:
                 shown.append(_describe(row, "failed", f": {row.last_error}", exception))
             else:
-                expectation.rows.append(row)
+                expectation.met.append(row)
         problems = _problem(shown, "message", "ended failed", expect="expect_failed")
         bugs = {number: error for number, error in self._exceptions.items() if not isinstance(error, Outcome)}
         shown = []
@@ -371,17 +348,13 @@ class OutboxDriver:
             if row.id not in bugs:
                 continue
             exception = self._exceptions.pop(row.id)
-            expected = next((e for e in reversed(self._expected_exceptions) if e.meets(exception)), None)
-            if expected is not None:
-                expected.raised.append(exception)
-            elif self._expectation_of(row) is None:
+            if (expected := _of(self._expected_exceptions, exception)) is not None:
+                expected.met.append(exception)
+            elif _of(self._expectations, row) is None:
                 shown.append(_describe(row, "raised", ":", exception))
         problems += _problem(shown, "attempt", "raised an exception", expect="expect_raised")
         if problems:
             raise AssertionError("\n".join(problems))
-
-    def _expectation_of(self, row: Row) -> _Expectation | None:
-        return next((e for e in reversed(self._expectations) if e.meets(row)), None)
 
     def _retried(self) -> list[str]:
         """Return the outcomes that the last attempts of messages have raised."""
@@ -392,11 +365,33 @@ class OutboxDriver:
         return connections.connect(self._dsn, purpose="testing", answer_seconds=None, autocommit=False)
 
 
+@contextlib.contextmanager
+def _expecting(expectations: list[_Expectation[T]], meets: Callable[[T], bool], *, complaint: str) -> Iterator[list[T]]:
+    expectation = _Expectation(meets)
+    expectations.append(expectation)
+    try:
+        yield expectation.met
+    finally:
+        expectations.remove(expectation)
+    if not expectation.met:
+        raise AssertionError(complaint)
+
+
+def _of(expectations: Sequence[_Expectation[T]], thing: T) -> _Expectation[T] | None:
+    return next((one for one in reversed(expectations) if one.meets(thing)), None)
+
+
+def _matches(pattern: str | None, text: str) -> bool:
+    return pattern is None or re.search(pattern, text) is not None
+
+
 def _problem(shown: Sequence[str], noun: str, verb: str, *, expect: str) -> list[str]:
     if not shown:
         return []
-    nouns = f"1 {noun}" if len(shown) == 1 else f"{len(shown)} {noun}s"
-    return [f"{nouns} {verb}. If the test expects that, deliver in `with driver.{expect}():`", *shown]
+    return [
+        f"{pluralize(len(shown), noun)} {verb}. If the test expects that, deliver in `with driver.{expect}():`",
+        *shown,
+    ]
 
 
 def _describe(row: Row, verb: str, text: str, exception: BaseException | None) -> str:
@@ -423,11 +418,6 @@ def _traceback_of(exception: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(exception), exception, frames)).rstrip()
-
-
-def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
-    with ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-driver") as thread:
-        thread.submit(asyncio.run, work()).result()
 
 
 def sqlalchemy_url(dsn: str, *, drivername: str = "postgresql+psycopg") -> URL:
