@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,17 +10,7 @@ from dataclasses import dataclass, field
 import psycopg
 
 from pgoutbox.demo.mailbox import GONE, Receipt
-from pgoutbox.demo.service import Kind
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """One message of a committed transaction. `committed_at` is on the clock of `time.monotonic`."""
-
-    id: int
-    kind: Kind
-    recipient: str
-    committed_at: float
+from pgoutbox.demo.service import Enqueued, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +24,21 @@ class Row:
     lost_count: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Verdict:
     """The result of the comparison. The ledger balances if `problems` is empty."""
 
     committed: Counter[Kind] = field(default_factory=Counter)
+    rolled_back: int = 0
     states: Counter[str] = field(default_factory=Counter)
-    received_count: int = 0
-    distinct_count: int = 0
+    received: int = 0
+    distinct: int = 0
     unavoidable_duplicates: int = 0
-    retried_count: int = 0
-    superseded_count: int = 0
-    latencies_ms: list[float] = field(default_factory=list)
+    superseded: int = 0
+    retried: int = 0
+    latency_p50_ms: float = math.nan
+    latency_p99_ms: float = math.nan
     problems: list[str] = field(default_factory=list)
-
-    def percentile_ms(self, share: float) -> float:
-        """Return the latency percentile of first attempts for this share, in milliseconds."""
-        ordered = sorted(self.latencies_ms)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
 
 ROWS = """
@@ -71,32 +59,29 @@ def read_rows(connection: psycopg.Connection) -> dict[int, Row]:
 
 
 def balance(
-    committed: Sequence[Committed],
-    rolled_back_ids: Sequence[int],
-    receipts: Sequence[Receipt],
-    rows: dict[int, Row],
-    prompt_kinds: Sequence[Kind],
+    committed: Sequence[Enqueued], rolled_back: Sequence[Enqueued], receipts: Sequence[Receipt], rows: dict[int, Row]
 ) -> Verdict:
-    """Compare the commits, the e-mails and the rows. Latency counts first attempts of `prompt_kinds`."""
-    verdict = Verdict()
-    verdict.received_count = len(receipts)
+    """Compare the commits, the e-mails and the rows. Latency counts first attempts of messages without a delay."""
     copies = Counter(receipt.message_id for receipt in receipts)
-    verdict.distinct_count = len(copies)
-    _check_existence(verdict, committed, rolled_back_ids, copies, rows)
-    first_received: dict[int, float] = {}
-    for receipt in receipts:
-        first_received.setdefault(receipt.message_id, receipt.received_at)
+    verdict = Verdict(rolled_back=len(rolled_back), received=len(receipts), distinct=len(copies))
+    _check_existence(verdict, committed, rolled_back, copies, rows)
+    first_received_at = {receipt.message_id: receipt.received_at for receipt in reversed(receipts)}
+    latencies_ms = []
     for message in committed:
         row = rows.get(message.id)
         if row is None:
             continue
         verdict.committed[message.kind] += 1
         verdict.states[row.state] += 1
-        verdict.retried_count += row.attempt_count > 1
-        verdict.superseded_count += row.superseded_by is not None
+        verdict.retried += row.attempt_count > 1
+        verdict.superseded += row.superseded_by is not None
         _check_message(verdict, message, row, copies[message.id])
-        if message.kind in prompt_kinds and row.attempt_count == 1 and message.id in first_received:
-            verdict.latencies_ms.append((first_received[message.id] - message.committed_at) * 1000)
+        if message.kind != "password_reset" and row.attempt_count == 1 and message.id in first_received_at:
+            latencies_ms.append(round(1000 * (first_received_at[message.id] - message.committed_at), 3))
+    if latencies_ms:
+        latencies_ms.sort()
+        verdict.latency_p50_ms = latencies_ms[len(latencies_ms) // 2]
+        verdict.latency_p99_ms = latencies_ms[len(latencies_ms) * 99 // 100]
     if len({receipt.header for receipt in receipts}) != len(copies):
         verdict.problems.append("a message was received twice under different Message-IDs")
     _check_newest_wins(verdict, committed, receipts)
@@ -105,8 +90,8 @@ def balance(
 
 def _check_existence(
     verdict: Verdict,
-    committed: Sequence[Committed],
-    rolled_back_ids: Sequence[int],
+    committed: Sequence[Enqueued],
+    rolled_back: Sequence[Enqueued],
     copies: Counter[int],
     rows: dict[int, Row],
 ) -> None:
@@ -115,14 +100,14 @@ def _check_existence(
         verdict.problems.append(f"message {lost} was committed and is not in the table")
     for ghost in sorted(rows.keys() - ids):
         verdict.problems.append(f"message {ghost} is in the table and was never committed")
-    for ghost in rolled_back_ids:
-        if ghost in copies:
-            verdict.problems.append(f"message {ghost} was rolled back and delivered")
+    for message in rolled_back:
+        if message.id in copies:
+            verdict.problems.append(f"message {message.id} was rolled back and delivered")
     for ghost in sorted(copies.keys() - ids):
         verdict.problems.append(f"message {ghost} was delivered and never committed")
 
 
-def _check_message(verdict: Verdict, message: Committed, row: Row, copies: int) -> None:
+def _check_message(verdict: Verdict, message: Enqueued, row: Row, copies: int) -> None:
     problems = verdict.problems
     match row.state:
         case "sent" if copies == 0:
@@ -143,7 +128,7 @@ def _check_message(verdict: Verdict, message: Committed, row: Row, copies: int) 
             )
 
 
-def _check_newest_wins(verdict: Verdict, committed: Sequence[Committed], receipts: Sequence[Receipt]) -> None:
+def _check_newest_wins(verdict: Verdict, committed: Sequence[Enqueued], receipts: Sequence[Receipt]) -> None:
     resets = {message.id: message.recipient for message in committed if message.kind == "password_reset"}
     latest: dict[str, int] = {}
     for receipt in receipts:

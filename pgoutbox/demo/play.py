@@ -12,16 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import psycopg
 
 from pgoutbox import migrate
 from pgoutbox.demo import service
-from pgoutbox.demo.ledger import Committed, Verdict, balance, read_rows
+from pgoutbox.demo.ledger import Verdict, balance, read_rows
 from pgoutbox.demo.mailbox import BUSY, GONE, Mailbox, open_mailbox
-from pgoutbox.demo.service import Enqueued, Kind
+from pgoutbox.demo.service import Enqueued
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import PgOutboxError
 
@@ -35,7 +35,6 @@ RESETS_PER_PERSON = 3
 PACE_SECONDS = 0.012
 ROLLBACK_SHARE = 0.15
 DRAIN_LIMIT_SECONDS = 60.0
-PROMPT_KINDS: tuple[Kind, ...] = ("activation", "organiser_notice")
 
 QUERIES = (
     "SELECT topic, state, count(*) FROM pgoutbox.message GROUP BY topic, state ORDER BY topic, state",
@@ -46,35 +45,28 @@ QUERIES = (
 
 
 @dataclass(slots=True)
-class _Books:
-    """The application's own record of its transactions."""
-
-    committed: list[Committed] = field(default_factory=list)
-    rolled_back_ids: list[int] = field(default_factory=list)
-
-    def commit(self, connection: psycopg.Connection, enqueued: list[Enqueued]) -> None:
-        connection.commit()
-        now = time.monotonic()
-        self.committed.extend(Committed(e.id, e.kind, e.recipient, now) for e in enqueued)
-
-    def roll_back(self, connection: psycopg.Connection, enqueued: list[Enqueued]) -> None:
-        connection.rollback()
-        self.rolled_back_ids.extend(e.id for e in enqueued)
-
-
-@dataclass(slots=True)
 class _Stage:
-    """The parts of the scenario."""
+    """The parts of the scenario, and the application's own record of its transactions."""
 
     connection: psycopg.Connection
-    books: _Books
     mailbox: Mailbox
     workers: list[subprocess.Popen[bytes]]
     people: int
     chance: random.Random
     show: Callable[[str, float], None]
+    committed: list[Enqueued] = field(default_factory=list)
+    rolled_back: list[Enqueued] = field(default_factory=list)
     kill_planned: bool = False
     killed: bool = False
+
+    def commit(self, *enqueued: Enqueued) -> None:
+        self.connection.commit()
+        now = time.monotonic()
+        self.committed.extend(replace(message, committed_at=now) for message in enqueued)
+
+    def roll_back(self, *enqueued: Enqueued) -> None:
+        self.connection.rollback()
+        self.rolled_back.extend(enqueued)
 
 
 def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, json_output: bool = False) -> int:
@@ -98,17 +90,16 @@ def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, 
         workers = stack.enter_context(_workers(connection, server.dsn, port))
         began_at = time.monotonic()
         with _progress(console) as show:
-            chance = random.Random(seed)
-            stage = _Stage(connection, _Books(), mailbox, workers, people, chance, show)
+            stage = _Stage(connection, mailbox, workers, people, random.Random(seed), show)
             _play(stage)
             _wait_until_drained(stage)
         seconds = time.monotonic() - began_at
-        rows = read_rows(connection)
-        verdict = balance(stage.books.committed, stage.books.rolled_back_ids, mailbox.receipts, rows, PROMPT_KINDS)
+        verdict = balance(stage.committed, stage.rolled_back, mailbox.receipts, read_rows(connection))
         if not stage.killed:
             verdict.problems.append("no worker was killed: the scenario did not happen")
         if json_output:
-            print(json.dumps(_as_json(verdict, stage, seconds, seed)))  # noqa: T201 - the answer of the command
+            answer = {"people": people, "seed": seed, "seconds": round(seconds, 3), **vars(verdict)}
+            print(json.dumps(answer))  # noqa: T201 - the answer of the command
         else:
             _report(console, verdict, stage, seconds)
         if keep:
@@ -126,9 +117,9 @@ def _play(stage: _Stage) -> None:
         if number % 25 == 24:
             service.leave(stage.connection, email)  # Messages about a person who left are skipped.
         if email not in (GONE, BUSY) and stage.chance.random() < ROLLBACK_SHARE:
-            stage.books.roll_back(stage.connection, enqueued)
+            stage.roll_back(*enqueued)
         else:
-            stage.books.commit(stage.connection, enqueued)
+            stage.commit(*enqueued)
             signed_up.append(email)
         if signed_up and number % 4 == 3:
             _ask_for_resets(stage, stage.chance.choice(signed_up))
@@ -142,9 +133,9 @@ def _ask_for_resets(stage: _Stage, email: str) -> None:
     for request in range(1, RESETS_PER_PERSON + 1):
         reset = service.ask_for_reset(stage.connection, email, request)
         if request == RESETS_PER_PERSON and stage.chance.random() < ROLLBACK_SHARE:
-            stage.books.roll_back(stage.connection, [reset])
+            stage.roll_back(reset)
         else:
-            stage.books.commit(stage.connection, [reset])
+            stage.commit(reset)
 
 
 def _kill_when_it_is_time(stage: _Stage) -> None:
@@ -179,7 +170,7 @@ def _wait_until_drained(stage: _Stage) -> None:
 
 def _counts(stage: _Stage) -> str:
     killed = "  one worker killed -9" if stage.killed else ""
-    return f"committed {len(stage.books.committed)}  received {stage.mailbox.count}{killed}"
+    return f"committed {len(stage.committed)}  received {stage.mailbox.count}{killed}"
 
 
 @contextlib.contextmanager
@@ -254,7 +245,7 @@ def _report(console: Console, verdict: Verdict, stage: _Stage, seconds: float) -
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    for label, value, remark in _lines(verdict, stage):
+    for label, value, remark in _lines(verdict, stage.mailbox):
         table.add_row(label, value, remark)
     console.print(table)
     console.print("Look at it yourself (pgoutbox demo --keep leaves the server running):", style="dim")
@@ -268,39 +259,19 @@ def _report(console: Console, verdict: Verdict, stage: _Stage, seconds: float) -
         console.print("\n[bold green]The ledger adds up.[/]")
 
 
-def _lines(verdict: Verdict, stage: _Stage) -> Iterator[tuple[str, str, str]]:
-    books, mailbox = stage.books, stage.mailbox
+def _lines(verdict: Verdict, mailbox: Mailbox) -> Iterator[tuple[str, str, str]]:
     for kind, count in sorted(verdict.committed.items()):
         yield f"committed: {kind.replace('_', ' ')}", str(count), ""
-    yield "rolled back", str(len(books.rolled_back_ids)), "none of them was delivered"
-    yield "received by the SMTP server", str(verdict.received_count), f"{verdict.distinct_count} different messages"
+    yield "rolled back", str(verdict.rolled_back), "none of them was delivered"
+    yield "received by the SMTP server", str(verdict.received), f"{verdict.distinct} different messages"
     yield (
         "received twice",
         str(verdict.unavoidable_duplicates),
         "in flight when the worker was killed, same Message-ID",
     )
     yield "sent", str(verdict.states["sent"]), ""
-    yield "skipped", str(verdict.states["skipped"]), f"{verdict.superseded_count} superseded, the others had left"
+    yield "skipped", str(verdict.states["skipped"]), f"{verdict.superseded} superseded, the others had left"
     yield "failed", str(verdict.states["failed"]), f"the mailbox that said 550 ({mailbox.refusals[550]} times)"
-    yield "retried", str(verdict.retried_count), f"451 was said {mailbox.refusals[451]} times, the kill did the rest"
-    yield "latency p50", f"{verdict.percentile_ms(0.5):.1f} ms", "commit to hand-over, first attempts"
-    yield "latency p99", f"{verdict.percentile_ms(0.99):.1f} ms", ""
-
-
-def _as_json(verdict: Verdict, stage: _Stage, seconds: float, seed: int) -> dict[str, object]:
-    return {
-        "people": stage.people,
-        "seed": seed,
-        "seconds": round(seconds, 3),
-        "committed": dict(verdict.committed),
-        "rolled_back": len(stage.books.rolled_back_ids),
-        "states": dict(verdict.states),
-        "received": verdict.received_count,
-        "distinct": verdict.distinct_count,
-        "unavoidable_duplicates": verdict.unavoidable_duplicates,
-        "superseded": verdict.superseded_count,
-        "retried": verdict.retried_count,
-        "latency_p50_ms": round(verdict.percentile_ms(0.5), 3),
-        "latency_p99_ms": round(verdict.percentile_ms(0.99), 3),
-        "problems": verdict.problems,
-    }
+    yield "retried", str(verdict.retried), f"451 was said {mailbox.refusals[451]} times, the kill did the rest"
+    yield "latency p50", f"{verdict.latency_p50_ms:.1f} ms", "commit to hand-over, first attempts"
+    yield "latency p99", f"{verdict.latency_p99_ms:.1f} ms", ""

@@ -110,11 +110,15 @@ async def send_organiser_notice(message: Message[OrganiserNotice], ctx: Context)
 
 @dataclass(frozen=True, slots=True)
 class Enqueued:
-    """One message of a business transaction, as the application knows it."""
+    """One message of a business transaction, as the application knows it.
+
+    `committed_at` is on the clock of `time.monotonic`, and 0 before the commit.
+    """
 
     id: int
     kind: Kind
     recipient: str
+    committed_at: float = 0.0
 
 
 def sign_up(connection: psycopg.Connection, name: str, email: str) -> list[Enqueued]:
