@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
@@ -11,8 +12,7 @@ from pgoutbox.doctor.context import MOST_QUEUES
 from pgoutbox.doctor.findings import (
     HOW_TO,
     MAX_QUOTE_LENGTH,
-    Note,
-    all_ok,
+    Finding,
     duration,
     join_names,
     ok,
@@ -45,7 +45,7 @@ _TOPICS_NAMED = 20
 _WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
 
 
-def check_partitions(context: DoctorContext) -> Iterator[Note]:
+def check_partitions(context: DoctorContext) -> Iterator[Finding]:
     """Check that partitions exist for messages that end soon."""
     facts = context.ask_one(sql.DONE_PARTITIONS)
     if not facts["dated"]:
@@ -70,7 +70,7 @@ def check_partitions(context: DoctorContext) -> Iterator[Note]:
         yield ok("partitions-in-order", f"message_done has partitions for {duration(facts['ahead_seconds'])}")
 
 
-def check_retention(context: DoctorContext) -> Iterator[Note]:
+def check_retention(context: DoctorContext) -> Iterator[Finding]:
     """Check that retention keeps up with its rules, and that a large table has a rule."""
     for rule in context.ask(sql.OVERDUE_RETENTION, {"seconds": context.limits.overdue_seconds}):
         yield warning(
@@ -89,7 +89,7 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
             "the table grows without end, and so does every backup",
             "pgoutbox retention set '*' sent 30d",
         )
-    yield all_ok(
+    yield ok(
         "retention-in-order",
         f"{pluralize(facts['rules'], 'retention rule')}, and no message is overdue for deletion"
         if facts["rules"]
@@ -97,7 +97,7 @@ def check_retention(context: DoctorContext) -> Iterator[Note]:
     )
 
 
-def check_workers(context: DoctorContext) -> Iterator[Note]:
+def check_workers(context: DoctorContext) -> Iterator[Finding]:
     """Check that a worker runs, and name the queues that workers serve."""
     running, runs = _workers(context)
     if running:
@@ -121,7 +121,7 @@ def _workers(context: DoctorContext) -> tuple[list[DictRow], list[DictRow]]:
     return running, [row for row in ended if row["ended_seconds_ago"] <= context.limits.run_seconds]
 
 
-def check_handlers(context: DoctorContext) -> Iterator[Note]:
+def check_handlers(context: DoctorContext) -> Iterator[Finding]:
     """Check that each topic with a definition or pending messages has a handler."""
     if context.outbox is None:
         yield skipped("no-application", "no application given", _WITHOUT_APP)
@@ -160,12 +160,12 @@ def check_handlers(context: DoctorContext) -> Iterator[Note]:
             "register a handler in the module of --app, or run the doctor with the workers' --app",
         )
     among = " among those of each queue that are due first" if any(row["is_capped"] for row in rows) else ""
-    yield all_ok(
+    yield ok(
         "handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one{among}"
     )
 
 
-def check_leases(context: DoctorContext) -> Iterator[Note]:
+def check_leases(context: DoctorContext) -> Iterator[Finding]:
     """Check that attempts end within their lease, so that they do not depend on its renewal."""
     lease = context.settings.lease_seconds
     for row in context.ask(sql.HANDLER_SECONDS, {"attempts": context.limits.attempts}):
@@ -187,10 +187,10 @@ def check_leases(context: DoctorContext) -> Iterator[Note]:
             "search the worker's log for finish_refused, which names the SQLSTATE; look for added triggers and "
             "constraints on the tables of pgoutbox",
         )
-    yield all_ok("leases-in-order", f"no topic has attempts longer than the lease of {duration(lease)}")
+    yield ok("leases-in-order", f"no topic has attempts longer than the lease of {duration(lease)}")
 
 
-def check_encryption(context: DoctorContext) -> Iterator[Note]:
+def check_encryption(context: DoctorContext) -> Iterator[Finding]:
     """Check that encrypted topics have keys, and that the keys decrypt the pending payloads."""
     keys = context.settings.encryption_keys
     topics = () if context.outbox is None else context.outbox.topics.values()
@@ -222,8 +222,8 @@ def check_encryption(context: DoctorContext) -> Iterator[Note]:
                 "append the key that encrypted them to PGOUTBOX_ENCRYPTION_KEYS",
             )
     if sealed:
-        yield all_ok("payloads-decryptable", "the keys decrypt all pending payloads")
-    yield all_ok("no-encrypted-payload", "no encrypted payload is pending")
+        yield ok("payloads-decryptable", "the keys decrypt all pending payloads")
+    yield ok("no-encrypted-payload", "no encrypted payload is pending")
 
 
 def _unreadable_by_topic(context: DoctorContext) -> dict[str, int]:
@@ -244,7 +244,7 @@ def _encrypted_by_topic(context: DoctorContext) -> dict[str, int]:
     return {row["topic"]: row["messages"] for row in context.ask(sql.SEALED_TOPICS, {"member": SEALED})}
 
 
-def check_payloads(context: DoctorContext) -> Iterator[Note]:
+def check_payloads(context: DoctorContext) -> Iterator[Finding]:
     """Compare a sample of the pending payloads with the models of the application."""
     if context.outbox is None:
         yield skipped("no-application", "no application given", _WITHOUT_APP)
@@ -272,14 +272,14 @@ def check_payloads(context: DoctorContext) -> Iterator[Note]:
             f"{HOW_TO}/topics.html#change-a-model",
             topic=topic,
         )
-    yield all_ok("payloads-readable", "a sample of the pending payloads fits the models")
+    yield ok("payloads-readable", "a sample of the pending payloads fits the models")
 
 
 def _everywhere(context: DoctorContext) -> dict[str, object]:
     return {"names": [queue.queue for queue in context.ranked_queues()], "rows": _ROWS}
 
 
-def check_due(context: DoctorContext) -> Iterator[Note]:
+def check_due(context: DoctorContext) -> Iterator[Finding]:
     """Find queues with late messages, and the cause."""
     seconds = context.limits.late_seconds
     if not context.settings.listen:
@@ -296,20 +296,21 @@ def check_due(context: DoctorContext) -> Iterator[Note]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
         if 0 < queue["paused"] * 2 <= queue["free"]:
             what = f"{what}, {queue['paused']} of them of paused topics: {join_names(queue['paused_topics'])}"
-        note = _cause_of_limits(context, queue, what) or _cause_of_workers(context, queue, running, runs, what)
-        note = note._replace(messages=_count_of(queue))
-        if note.code == "due-without-worker":
-            unserved.append((queue, note))
+        cause = _cause_of_limits(context, queue) or _cause_of_workers(context, queue, running, runs)
+        about = {"queue": queue["queue"], **cause.about}
+        found = replace(cause, what=f"{what}: {cause.what}", about=about, messages=_count_of(queue))
+        if found.code == "due-without-worker":
+            unserved.append((queue, found))
         else:
-            yield note
+            yield found
     yield from _without_any_worker(unserved, len(late))
-    yield all_ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
+    yield ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
 
 
-def _without_any_worker(unserved: list[tuple[DictRow, Note]], late_count: int) -> Iterator[Note]:
+def _without_any_worker(unserved: list[tuple[DictRow, Finding]], late_count: int) -> Iterator[Finding]:
     """Yield one finding for all late queues that miss nothing but a worker."""
     if len(unserved) < 2:
-        yield from (note for _, note in unserved)
+        yield from (finding for _, finding in unserved)
         return
     queues = [queue for queue, _ in unserved]
     has_read_all = late_count <= _LATE_QUEUES
@@ -335,7 +336,7 @@ def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], ru
     return float(min([*known, context.limits.run_seconds])) if known else 0.0
 
 
-def check_undelivered(context: DoctorContext) -> Iterator[Note]:
+def check_undelivered(context: DoctorContext) -> Iterator[Finding]:
     """Find messages that were due long ago and have no final state, whatever the reason."""
     seconds = context.limits.undelivered_seconds
     for row in context.ask(sql.UNDELIVERED, _everywhere(context) | {"seconds": seconds}):
@@ -349,91 +350,81 @@ def check_undelivered(context: DoctorContext) -> Iterator[Note]:
             messages=_count_of(row),
             queue=row["queue"],
         )
-    yield all_ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
+    yield ok("nothing-undelivered", f"no message has been undelivered for more than {duration(seconds)}")
 
 
-def _cause_of_limits(context: DoctorContext, queue: DictRow, what: str) -> Note | None:
+def _cause_of_limits(context: DoctorContext, queue: DictRow) -> Finding | None:
     """Return the finding if a late queue is paused, at a limit, or waits for earlier messages or a breaker."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
-        return warning("due-paused", f"{what}: it is paused", why, f"pgoutbox resume {name}", queue=name)
+        return warning("due-paused", "it is paused", why, f"pgoutbox resume {name}")
     if queue["paused"] * 2 > queue["free"]:
         topics = queue["paused_topics"]
         return warning(
             "due-paused",
-            f"{what}: {queue['paused']} of them of paused topics: {join_names(topics)}",
+            f"{queue['paused']} of them of paused topics: {join_names(topics)}",
             why,
             f"pgoutbox resume --topic {topics[0]}",
-            queue=name,
             topic=topics[0],
         )
     if queue["free"] == 0 and not queue["halted"]:
         return warning(
             "due-behind-earlier",
-            f"{what}: all wait for an earlier message of their ordering key",
+            "all wait for an earlier message of their ordering key",
             why,
             f"check the state of the earlier message: pgoutbox list --queue {name}",
-            queue=name,
         )
     if queue["free"] == 0:
         first_id, waits = queue["halted_by"], "waits" if queue["halted"] == 1 else "wait"
         return problem(
             "due-behind-failed",
-            f"{what}: {queue['halted']} {waits} behind a failed message of their ordering key, which is halted; the "
+            f"{queue['halted']} {waits} behind a failed message of their ordering key, which is halted; the "
             f"first such message is {first_id}",
             "halts_key: no later message of that key is delivered",
             f"pgoutbox show {first_id}, then: pgoutbox redrive {first_id}; or if nobody can deliver it: "
             f"pgoutbox dismiss {first_id} --reason 'your reason'",
-            queue=name,
             message=str(first_id),
         )
     if queue["held"] * 2 > queue["messages"]:
         return problem(
             "due-behind-breaker",
-            f"{what}: they wait behind the breaker of {one_line(queue['breaker'])}, open for "
+            f"they wait behind the breaker of {one_line(queue['breaker'])}, open for "
             f"{duration(queue['open_seconds'])}: {_quoted(context, queue['last_error'])}",
             "they wait until a probe succeeds, and use up no attempts",
-            "repair what the error names, such as the server, the account or the target; then a probe closes the "
-            f"breaker, or at once: pgoutbox breaker close {shlex.quote(queue['breaker'])}",
-            queue=name,
+            _repair(queue["breaker"]),
             breaker=queue["breaker"],
         )
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"
         return warning(
             "due-rate-limited",
-            f"{what}: its rate limit of {rate} is used up",
+            f"its rate limit of {rate} is used up",
             why,
             f"pgoutbox limit {name} --rate none",
-            queue=name,
         )
     if queue["in_flight"] is not None and queue["in_flight"] >= queue["max_in_flight"]:
         return warning(
             "due-in-flight-limited",
-            f"{what}: its limit of {queue['max_in_flight']} in flight is reached",
+            f"its limit of {queue['max_in_flight']} in flight is reached",
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
-            queue=name,
         )
     return None
 
 
-def _cause_of_workers(
-    context: DoctorContext, queue: DictRow, running: list[DictRow], runs: list[DictRow], what: str
-) -> Note:
+def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[DictRow], runs: list[DictRow]) -> Finding:
     """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
     name = queue["queue"]
     serving = [worker for worker in (*running, *runs) if name in worker["queues"]]
     if not running and not serving:
-        return _without_worker(name, what)
+        return _without_worker(name)
     if not serving and not queue["is_worked"]:
         return problem(
             "due-in-unserved-queue",
-            f"{what}: no running worker serves this queue",
+            "no running worker serves this queue",
             "no message of it is delivered",
             f"start a worker for it: pgoutbox worker --queue {name}, beside the queues that it already serves; "
             "pgoutbox workers lists the queues of each worker",
-            queue=name,
         )
     handled = {topic for worker in serving for topic in worker["topics"]}
     if not serving and context.outbox is not None:
@@ -442,45 +433,42 @@ def _cause_of_workers(
     if missing and handled:
         return problem(
             "due-without-handler",
-            f"{what}: no handler for {join_names(missing)} in a worker of this queue",
+            f"no handler for {join_names(missing)} in a worker of this queue",
             "workers never claim them",
             "if the application has the handler, restart the workers with its current release; "
             f"if no release has it: pgoutbox cancel --all --topic {missing[0]}; to compare: {_COMPARE_HANDLERS}, and "
             "pgoutbox workers",
-            queue=name,
             topic=missing[0],
         )
     if queue["is_worked"]:
         return warning(
             "due-overloaded",
-            f"{what}: workers claim them but do not keep up",
+            "workers claim them but do not keep up",
             "new messages wait behind them",
             "raise PGOUTBOX_CONCURRENCY, start more workers, or make the handlers faster; pgoutbox top shows the rate",
-            queue=name,
         )
     if not running:
-        return _without_worker(name, what)
+        return _without_worker(name)
     return problem(
         "due-unclaimed",
-        f"{what}: a worker is running and does not claim them",
+        "a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
         queue=name,
     )
 
 
-def _without_worker(queue: str, what: str) -> Note:
+def _without_worker(queue: str) -> Finding:
     return problem(
         "due-without-worker",
-        f"{what}: no worker is running",
+        "no worker is running",
         "no message is delivered",
         f"start a worker: pgoutbox worker --queue {queue}; with cron, check that the line of the crontab runs, and "
         "that it names this queue",
-        queue=queue,
     )
 
 
-def check_breakers(context: DoctorContext) -> Iterator[Note]:
+def check_breakers(context: DoctorContext) -> Iterator[Finding]:
     """Find open circuit breakers."""
     for breaker in context.ask(sql.OPEN_BREAKERS):
         yield warning(
@@ -488,14 +476,20 @@ def check_breakers(context: DoctorContext) -> Iterator[Note]:
             f"the breaker of {one_line(breaker['key'])} has been open for {duration(breaker['open_seconds'])}: "
             f"{_quoted(context, breaker['last_error'])}",
             "messages to it wait, and use up no attempts",
-            "repair what the error names, such as the server, the account or the target; then a probe closes the "
-            f"breaker, or at once: pgoutbox breaker close {shlex.quote(breaker['key'])}",
+            _repair(breaker["key"]),
             breaker=breaker["key"],
         )
-    yield all_ok("breakers-closed", "no circuit breaker is open")
+    yield ok("breakers-closed", "no circuit breaker is open")
 
 
-def check_redirect(context: DoctorContext) -> Iterator[Note]:
+def _repair(breaker: str) -> str:
+    return (
+        "repair what the error names, such as the server, the account or the target; then a probe closes the "
+        f"breaker, or at once: pgoutbox breaker close {shlex.quote(breaker)}"
+    )
+
+
+def check_redirect(context: DoctorContext) -> Iterator[Finding]:
     """Find redirects that are on, and blackouts that forbid them."""
     rows = context.ask(sql.READ_REDIRECTS)
     for row in rows:
@@ -523,10 +517,10 @@ def check_redirect(context: DoctorContext) -> Iterator[Note]:
                 "your users get no e-mail, and notifications, webhooks and events are held back",
                 "unset PGOUTBOX_REDIRECT_TO and restart the worker, unless this is a test system",
             )
-    yield all_ok("no-redirect", "no redirect is on")
+    yield ok("no-redirect", "no redirect is on")
 
 
-def check_failed(context: DoctorContext) -> Iterator[Note]:
+def check_failed(context: DoctorContext) -> Iterator[Finding]:
     """Name the causes for which messages failed lately."""
     seconds = context.limits.failed_seconds
     causes = context.ask(
@@ -548,7 +542,7 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
             topic=row["topic"],
             group=row["error_group"],
         )
-    yield all_ok("nothing-failed", f"no message {within}")
+    yield ok("nothing-failed", f"no message {within}")
     if causes and (more := causes[0]["group_count"] - len(causes)):
         rest = causes[0]["message_count"] - sum(row["messages"] for row in causes)
         yield warning(
@@ -559,7 +553,7 @@ def check_failed(context: DoctorContext) -> Iterator[Note]:
         )
 
 
-def check_destinations(context: DoctorContext) -> Iterator[Note]:
+def check_destinations(context: DoctorContext) -> Iterator[Finding]:
     """Check that the destination of each pending message has a transport."""
     settings = context.settings
     waiting = {
@@ -597,7 +591,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Note]:
             "unless handlers use their own secrets, receivers cannot tell your webhooks from forged ones",
             "set PGOUTBOX_WEBHOOK_SECRETS, and give it to the receivers",
         )
-    yield all_ok("destinations-in-order", "all destinations of pending messages have a transport")
+    yield ok("destinations-in-order", "all destinations of pending messages have a transport")
 
 
 def _count_of(row: DictRow) -> Count:

@@ -9,7 +9,7 @@ from typing import Final
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
-from pgoutbox.doctor.findings import Note, all_ok, problem, skipped, warning
+from pgoutbox.doctor.findings import Finding, ok, problem, skipped, warning
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, unknown_variables
@@ -18,11 +18,37 @@ from pgoutbox.transports.redirect import RedirectRules
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
-def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Note]:
+def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Find unknown variables, and settings that are meant for testing."""
-    yield from _misspelt(environment)
+    for variable, nearest in unknown_variables(environment):
+        yield warning(
+            "unknown-setting",
+            f"unknown setting {variable}",
+            "it is ignored, and the intended setting keeps its default",
+            f"did you mean {nearest}?",
+        )
     yield from _redirected(settings)
-    yield from _for_testing(settings)
+    if settings.log.level == "DEBUG":
+        yield warning(
+            "log-level-debug",
+            "PGOUTBOX_LOG_LEVEL=DEBUG",
+            "every connection and claim is logged: this is slow and fills the log",
+            "use INFO",
+        )
+    if settings.webhook.error_body_chars:
+        yield warning(
+            "webhook-error-bodies",
+            f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
+            "errors contain the receivers' answers: whoever chooses a webhook URL can read from your network",
+            "unset it when you have finished debugging the receiver",
+        )
+    if not settings.breaker.enabled:
+        yield warning(
+            "breakers-disabled",
+            "PGOUTBOX_BREAKER_ENABLED=false",
+            "while a server is down, every message to it uses up its attempts",
+            "unset it: an open circuit breaker then holds back messages to a server that is down",
+        )
     try:
         keyring_of(settings.encryption_keys)
     except ConfigurationError as error:
@@ -32,20 +58,10 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterat
             "encrypted payloads cannot be written or read",
             "install the missing extra",
         )
-    yield all_ok("settings-in-order", "all PGOUTBOX_ variables are known settings, and none is for testing only")
+    yield ok("settings-in-order", "all PGOUTBOX_ variables are known settings, and none is for testing only")
 
 
-def _misspelt(environment: Mapping[str, str]) -> Iterator[Note]:
-    for variable, nearest in unknown_variables(environment):
-        yield warning(
-            "unknown-setting",
-            f"unknown setting {variable}",
-            "it is ignored, and the intended setting keeps its default",
-            f"did you mean {nearest}?",
-        )
-
-
-def _redirected(settings: Settings) -> Iterator[Note]:
+def _redirected(settings: Settings) -> Iterator[Finding]:
     try:
         rules = RedirectRules.of(settings.redirect)
     except ConfigurationError as error:
@@ -68,39 +84,15 @@ def _redirected(settings: Settings) -> Iterator[Note]:
     )
 
 
-def _for_testing(settings: Settings) -> Iterator[Note]:
-    if settings.log.level == "DEBUG":
-        yield warning(
-            "log-level-debug",
-            "PGOUTBOX_LOG_LEVEL=DEBUG",
-            "every connection and claim is logged: this is slow and fills the log",
-            "use INFO",
-        )
-    if settings.webhook.error_body_chars:
-        yield warning(
-            "webhook-error-bodies",
-            f"PGOUTBOX_WEBHOOK_ERROR_BODY_CHARS={settings.webhook.error_body_chars}",
-            "errors contain the receivers' answers: whoever chooses a webhook URL can read from your network",
-            "unset it when you have finished debugging the receiver",
-        )
-    if not settings.breaker.enabled:
-        yield warning(
-            "breakers-disabled",
-            "PGOUTBOX_BREAKER_ENABLED=false",
-            "while a server is down, every message to it uses up its attempts",
-            "unset it: an open circuit breaker then holds back messages to a server that is down",
-        )
-
-
-def check_tls(settings: Settings) -> Iterator[Note]:
+def check_tls(settings: Settings) -> Iterator[Finding]:
     """Check that connections to PostgreSQL over the network are encrypted and verified."""
     for variable, dsn in (("PGOUTBOX_DSN", settings.dsn), ("PGOUTBOX_LISTEN_DSN", settings.listen_dsn)):
         if dsn is not None:
             yield from _unverified(variable, dsn.get_secret_value())
-    yield all_ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")
+    yield ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")
 
 
-def _unverified(variable: str, dsn: str) -> Iterator[Note]:
+def _unverified(variable: str, dsn: str) -> Iterator[Finding]:
     try:
         given = conninfo_to_dict(dsn)
     except ProgrammingError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Final, ParamSpec
 
 import psycopg
 from psycopg.errors import InsufficientPrivilege, QueryCanceled
@@ -15,6 +15,9 @@ from pgoutbox.text import Count, one_line, pluralize
 MAX_QUOTE_LENGTH: Final = 200
 HOW_TO: Final = "https://pgoutbox.github.io/pgoutbox/latest/how-to"
 """The pages for operators."""
+
+
+P = ParamSpec("P")
 
 
 class Level(enum.StrEnum):
@@ -50,20 +53,7 @@ class Finding:
         return {Level.PROBLEM: 0, Level.WARNING: 1}.get(self.level, 2), -self.messages.messages
 
 
-class Note(NamedTuple):
-    """A finding without the name of its check. With `if_alone` it is left out if the check has another one before."""
-
-    level: Level
-    code: str
-    what: str
-    why: str | None = None
-    fix: str | None = None
-    about: Mapping[str, str] = {}
-    messages: Count = Count(0)
-    if_alone: bool = False
-
-
-Notes = Iterable[Note]
+Findings = Iterable[Finding]
 _UNKNOWN: Final = Count(0)
 # Why messages are not delivered, in a few words.
 _CAUSES: Final[Mapping[str, str]] = {
@@ -96,58 +86,44 @@ def verdict(findings: Sequence[Finding]) -> str:
     return what[0].upper() + what[1:]
 
 
-def ok(code: str, what: str) -> Note:
-    """Report that the check found no fault."""
-    return Note(Level.OK, code, what)
+# --- in a check -------------------------------------------------------------------------------------------------------
 
 
-def all_ok(code: str, what: str) -> Note:
-    """Report, at the end of a check, that it found no fault; left out if it did."""
-    return Note(Level.OK, code, what, if_alone=True)
+def ok(code: str, what: str) -> Finding:
+    """Report that the check found no fault. Left out after another finding of the check."""
+    return Finding("", Level.OK, code, what)
 
 
-def skipped(code: str, what: str, fix: str | None = None) -> Note:
+def skipped(code: str, what: str, fix: str | None = None) -> Finding:
     """Report that the check does not apply or cannot run; `fix` says how to make it run."""
-    return Note(Level.SKIPPED, code, what, None, fix)
+    return Finding("", Level.SKIPPED, code, what, None, fix)
 
 
-def warning(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Note:
+def warning(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Finding:
     """Report a fault that can lead to a problem, or a deliberate setting that may have been forgotten."""
-    return Note(Level.WARNING, code, what, why, fix, about, messages)
+    return Finding("", Level.WARNING, code, what, why, fix, about, messages)
 
 
-def problem(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Note:
+def problem(code: str, what: str, why: str, fix: str, *, messages: Count = _UNKNOWN, **about: str) -> Finding:
     """Report a fault that stops delivery, loses messages, or lets others in."""
-    return Note(Level.PROBLEM, code, what, why, fix, about, messages)
+    return Finding("", Level.PROBLEM, code, what, why, fix, about, messages)
 
 
-def run_check(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
+def run_check(name: str, check: Callable[P, Findings], *args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
     """Run one check and yield its findings. A check that fails yields a finding, and the other checks still run."""
     has_found = False
     try:
-        for note in ask():
-            if not (note.if_alone and has_found):
-                yield Finding(check, *note[:-1])
+        for finding in check(*args, **kwargs):
+            if finding.level is not Level.OK or not has_found:
+                yield replace(finding, check=name)
             has_found = True
     except InsufficientPrivilege as error:
-        yield Finding(
-            check,
-            Level.SKIPPED,
-            "forbidden",
-            error_text(error),
-            None,
-            "run the doctor with a role that can read the schema: GRANT pgoutbox_viewer or pgoutbox_worker to it",
-        )
+        hint = "run the doctor with a role that can read the schema: GRANT pgoutbox_viewer or pgoutbox_worker to it"
+        yield replace(skipped("forbidden", error_text(error), hint), check=name)
     except Exception as error:  # noqa: BLE001 - one failed check must not stop the others
         hint = "the server is busy: try again" if isinstance(error, QueryCanceled) else "fix this error, then try again"
-        yield Finding(
-            check,
-            Level.PROBLEM,
-            "check-failed",
-            f"the check failed: {error_text(error)}",
-            "a fault here stays undetected",
-            hint,
-        )
+        what = f"the check failed: {error_text(error)}"
+        yield replace(problem("check-failed", what, "a fault here stays undetected", hint), check=name)
 
 
 def error_text(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import psycopg
@@ -13,7 +12,7 @@ import psycopg
 from pgoutbox.doctor import delivery, server, transports
 from pgoutbox.doctor.context import DoctorContext, Limits, RankedQueue, connected
 from pgoutbox.doctor.environment import check_settings, check_tls
-from pgoutbox.doctor.findings import Finding, Level, Notes, error_text, run_check
+from pgoutbox.doctor.findings import Finding, Findings, Level, error_text, run_check, skipped
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
@@ -22,7 +21,7 @@ from pgoutbox.settings import Settings
 _WATCHED_LIMITS: Final = Limits(failures_read=1_000)
 _WATCHED_SECONDS: Final = 2.0
 
-Check = Callable[[DoctorContext], Notes]
+Check = Callable[[DoctorContext], Findings]
 
 _SERVER_CHECKS: Final[Mapping[str, Check]] = {
     "server": server.check_server,
@@ -76,8 +75,8 @@ def examine(
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
     """
-    yield from run_check("settings", lambda: check_settings(settings, environment or {}))
-    yield from run_check("tls", lambda: check_tls(settings))
+    yield from run_check("settings", check_settings, settings, environment or {})
+    yield from run_check("tls", check_tls, settings)
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(connected(settings.require_dsn(), settings))
@@ -95,8 +94,8 @@ def examine(
                 settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
             )
             yield from _check_database(context)
-    for check, ask in transports.CHECKS.items():
-        yield from run_check(check, lambda ask=ask: ask(settings, outbox))  # type: ignore[misc] # bound now
+    for name, check in transports.CHECKS.items():
+        yield from run_check(name, check, settings, outbox)
 
 
 def examine_delivery(
@@ -120,8 +119,8 @@ def examine_delivery(
         statement_seconds=_WATCHED_SECONDS,
         ranked=list(queues),
     )
-    asked = [check for check in _DELIVERY_CHECKS if checks is None or check in checks]
-    found = [finding for check in asked for finding in run_check(check, partial(_SCHEMA_CHECKS[check], context))]
+    asked = [name for name in _DELIVERY_CHECKS if checks is None or name in checks]
+    found = [finding for name in asked for finding in run_check(name, _SCHEMA_CHECKS[name], context)]
     faults = [finding for finding in found if finding.level in (Level.PROBLEM, Level.WARNING)]
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 
@@ -129,18 +128,9 @@ def examine_delivery(
 def _without_repetitions(faults: list[Finding]) -> list[Finding]:
     """Leave out the findings of a cause that another one names together with the messages that it holds back."""
     late = [finding for finding in faults if finding.check == "due"]
-    breakers = {finding.about.get("breaker") for finding in late}
-
-    def is_told(finding: Finding) -> bool:
-        match finding.code:
-            case "breaker-open":
-                return finding.about["breaker"] in breakers
-            case "no-worker":
-                return any(other.code == "due-without-worker" for other in late)
-            case _:
-                return False
-
-    return [finding for finding in faults if not is_told(finding)]
+    told = {("breaker-open", finding.about.get("breaker")) for finding in late}
+    told |= {("no-worker", None) for finding in late if finding.code == "due-without-worker"}
+    return [finding for finding in faults if (finding.code, finding.about.get("breaker")) not in told]
 
 
 def _check_database(context: DoctorContext) -> Iterator[Finding]:
@@ -151,21 +141,17 @@ def _check_database(context: DoctorContext) -> Iterator[Finding]:
         "database-connected",
         f"connected to {info.dbname} at {info.host or 'a local socket'} as {info.user}",
     )
-    for check, ask in _SERVER_CHECKS.items():
-        yield from run_check(check, lambda ask=ask: ask(context))  # type: ignore[misc] # bound now
+    for name, check in _SERVER_CHECKS.items():
+        yield from run_check(name, check, context)
     has_schema = True
-    for finding in run_check("schema", lambda: server.check_schema(context)):
+    for finding in run_check("schema", server.check_schema, context):
         has_schema &= finding.level is not Level.PROBLEM
         yield finding
-    for check, ask in _SCHEMA_CHECKS.items():
-        if has_schema:
-            yield from run_check(check, lambda ask=ask: ask(context))  # type: ignore[misc] # bound now
-        else:
-            yield Finding(
-                check,
-                Level.SKIPPED,
-                "schema-first",
-                "not checked, because the schema has a problem",
-                None,
-                "fix the finding of `schema` first",
-            )
+    for name, check in _SCHEMA_CHECKS.items():
+        yield from run_check(name, check if has_schema else _without_schema, context)
+
+
+def _without_schema(_: DoctorContext) -> Findings:
+    return [
+        skipped("schema-first", "not checked, because the schema has a problem", "fix the finding of `schema` first")
+    ]

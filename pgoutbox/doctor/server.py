@@ -15,8 +15,7 @@ from pgoutbox.database.worker_connection import CopyError, refusing_copies
 from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import (
     HOW_TO,
-    Note,
-    all_ok,
+    Finding,
     duration,
     error_text,
     join_names,
@@ -32,7 +31,7 @@ from pgoutbox.transports.registry import is_configured
 _POOLER_TRIALS = 3
 
 
-def check_server(context: DoctorContext) -> Iterator[Note]:
+def check_server(context: DoctorContext) -> Iterator[Finding]:
     """Check the version and the encoding, and that the session can write."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
     if facts["server_version"] < MINIMUM_SERVER_VERSION:
@@ -63,10 +62,10 @@ def check_server(context: DoctorContext) -> Iterator[Note]:
             "messages cannot be enqueued, claimed or finished there",
             "unset default_transaction_read_only in the settings of the server, the database or the role",
         )
-    yield all_ok("server-in-order", f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")
+    yield ok("server-in-order", f"PostgreSQL {facts['version_text']}, {facts['encoding']}, a primary")
 
 
-def check_schema(context: DoctorContext) -> Iterator[Note]:
+def check_schema(context: DoctorContext) -> Iterator[Finding]:
     """Check that the tables exist and are not older than this package."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
     if not facts["has_schema"] or not facts["has_version"]:
@@ -100,7 +99,7 @@ def check_schema(context: DoctorContext) -> Iterator[Note]:
         yield ok("schema-in-order", f"the schema has version {version}")
 
 
-def check_rights(context: DoctorContext) -> Iterator[Note]:
+def check_rights(context: DoctorContext) -> Iterator[Finding]:
     """Check the rights of this role and of PUBLIC."""
     rights = context.ask_one(sql.RIGHTS)
     user = context.connection.info.user
@@ -122,10 +121,21 @@ def check_rights(context: DoctorContext) -> Iterator[Note]:
     else:
         member = f"; it has the rights of {join_names(rights['granted_roles'])}" if rights["granted_roles"] else ""
         yield ok("rights-in-order", f"{user} may {', '.join(parts)}{member}")
-    yield from _public(rights)
+    open_to_all = [f"table {name}" for name in rights["public_tables"]]
+    open_to_all += [f"function {name}" for name in rights["public_functions"]]
+    if rights["public_may_create"]:
+        open_to_all.insert(0, "CREATE in the schema")
+    if open_to_all:
+        yield problem(
+            "public-rights",
+            f"PUBLIC has rights: {join_names(open_to_all)}",
+            "every role of the server can read or write messages, or create objects in the schema",
+            "REVOKE CREATE ON SCHEMA pgoutbox FROM PUBLIC; REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC; "
+            "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;",
+        )
 
 
-def check_copy(context: DoctorContext) -> Iterator[Note]:
+def check_copy(context: DoctorContext) -> Iterator[Finding]:
     """Check that the schema belongs to this database and this deployment."""
     deployment = context.settings.deployment
     try:
@@ -168,7 +178,7 @@ def _sends_mail(context: DoctorContext, home: DictRow) -> bool:
     return bool(own or is_configured("mailto", context.settings) or home["has_mail"])
 
 
-def check_sequence(context: DoctorContext) -> Iterator[Note]:
+def check_sequence(context: DoctorContext) -> Iterator[Finding]:
     """Check that a newer message always has a greater id."""
     facts = context.ask_one(sql.ID_SEQUENCE)
     why = "enqueue fails for keys whose newest message has a greater id, and other messages get ids out of order"
@@ -189,25 +199,10 @@ def check_sequence(context: DoctorContext) -> Iterator[Note]:
             why,
             "as the schema's owner, run: ALTER SEQUENCE pgoutbox.message_id_seq CACHE 1; then reconnect every producer",
         )
-    yield all_ok("sequence-in-order", f"the id sequence is in order, the last id is {facts['last_id']}")
+    yield ok("sequence-in-order", f"the id sequence is in order, the last id is {facts['last_id']}")
 
 
-def _public(rights: DictRow) -> Iterator[Note]:
-    open_to_all = [f"table {name}" for name in rights["public_tables"]]
-    open_to_all += [f"function {name}" for name in rights["public_functions"]]
-    if rights["public_may_create"]:
-        open_to_all.insert(0, "CREATE in the schema")
-    if open_to_all:
-        yield problem(
-            "public-rights",
-            f"PUBLIC has rights: {join_names(open_to_all)}",
-            "every role of the server can read or write messages, or create objects in the schema",
-            "REVOKE CREATE ON SCHEMA pgoutbox FROM PUBLIC; REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC; "
-            "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;",
-        )
-
-
-def check_pooler(context: DoctorContext) -> Iterator[Note]:
+def check_pooler(context: DoctorContext) -> Iterator[Finding]:
     """Check for a transaction pooler between the worker, or its listener, and PostgreSQL."""
     settings, connection = context.settings, context.connection
     if not _is_pooled(connection):
@@ -255,7 +250,7 @@ def _shares_sessions(context: DoctorContext) -> bool:
         return bool(mine & its) or len(mine) > 1 or len(its) > 1
 
 
-def check_listener(context: DoctorContext) -> Iterator[Note]:
+def check_listener(context: DoctorContext) -> Iterator[Finding]:
     """Check that a notification arrives at the listener, as one from an enqueue would."""
     settings = context.settings
     if not settings.listen:
@@ -277,7 +272,7 @@ def check_listener(context: DoctorContext) -> Iterator[Note]:
         )
 
 
-def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], name: str) -> Iterator[Note]:
+def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], name: str) -> Iterator[Finding]:
     if _is_pooled(listener):
         yield problem(
             "listener-through-pooler",
@@ -307,7 +302,7 @@ def _round_trip(context: DoctorContext, listener: psycopg.Connection[DictRow], n
     )
 
 
-def check_clock(context: DoctorContext) -> Iterator[Note]:
+def check_clock(context: DoctorContext) -> Iterator[Finding]:
     """Compare the server's clock with this machine's."""
     before = context.clock()
     there = context.ask_one(sql.SERVER_CLOCK)["seconds"]
@@ -325,18 +320,14 @@ def check_clock(context: DoctorContext) -> Iterator[Note]:
         yield ok("clock-in-order", "the clocks agree")
 
 
-def check_durability(context: DoctorContext) -> Iterator[Note]:
+def check_durability(context: DoctorContext) -> Iterator[Finding]:
     """Check that committed messages survive a crash."""
     facts = context.ask_one(sql.DURABILITY)
-    settings = (
-        ("fsync-off", "fsync", facts["has_fsync"]),
-        ("full-page-writes-off", "full_page_writes", facts["has_full_pages"]),
-    )
-    for code, setting, is_on in settings:
-        if not is_on:
-            yield problem(
-                code, f"{setting}=off", "a crash of the machine can corrupt the whole database", f"set {setting}=on"
-            )
+    for setting in ("fsync", "full_page_writes"):
+        if not facts[setting]:
+            code = f"{setting.replace('_', '-')}-off"
+            why = "a crash of the machine can corrupt the whole database"
+            yield problem(code, f"{setting}=off", why, f"set {setting}=on")
     if facts["unlogged"]:
         yield problem(
             "unlogged-tables",
@@ -352,21 +343,22 @@ def check_durability(context: DoctorContext) -> Iterator[Note]:
             "a crash loses the last commits with their messages, or messages are sent twice",
             "set synchronous_commit=on for the roles of producers and workers",
         )
-    yield all_ok("durability-in-order", "commits are on disk before they are acknowledged")
+    yield ok("durability-in-order", "commits are on disk before they are acknowledged")
 
 
-def check_transactions(context: DoctorContext) -> Iterator[Note]:
+def check_transactions(context: DoctorContext) -> Iterator[Finding]:
     """Find transactions and slots that stop vacuum from removing dead rows."""
     limits = context.limits
     limits_of_age = {"seconds": limits.transaction_seconds, "transactions": limits.transactions}
     for held in context.ask(sql.XMIN_HOLDERS, limits_of_age):
+        kind, release = _HOLDERS[held["kind"]]
         since = "" if held["age_seconds"] is None else f", open for {duration(held['age_seconds'])}"
         yield warning(
-            _CODES[held["kind"]],
-            f"{_KINDS[held['kind']]} {one_line(held['name'])} ({one_line(held['detail'])}){since} holds back vacuum by "
+            f"vacuum-held-by-{held['kind']}",
+            f"{kind} {one_line(held['name'])} ({one_line(held['detail'])}){since} holds back vacuum by "
             f"{pluralize(held['transactions'], 'transaction')}",
             "dead rows accumulate at the head of the queues: claims become slower, tables and indexes grow",
-            _RELEASES[held["kind"]].format(name=held["name"].replace("'", "''")),
+            release.format(name=held["name"].replace("'", "''")),
         )
     if not context.ask_one(sql.SEES_ALL_SESSIONS)["sees_all"]:
         yield skipped(
@@ -374,31 +366,25 @@ def check_transactions(context: DoctorContext) -> Iterator[Note]:
             f"{context.connection.info.user} cannot see the transactions of other roles",
             f"let it see them: GRANT pg_read_all_stats TO {context.connection.info.user}",
         )
-    yield all_ok("no-old-transaction", f"no transaction is older than {duration(limits.transaction_seconds)}")
+    yield ok("no-old-transaction", f"no transaction is older than {duration(limits.transaction_seconds)}")
 
 
-_KINDS = {
-    "session": "session",
-    "prepared": "prepared transaction",
-    "slot": "replication slot",
-    "standby": "standby",
-}
-_CODES = {
-    "session": "vacuum-held-by-session",
-    "prepared": "vacuum-held-by-prepared-transaction",
-    "slot": "vacuum-held-by-slot",
-    "standby": "vacuum-held-by-standby",
-}
-_RELEASES = {
-    "session": "commit it there, or end it: SELECT pg_terminate_backend({name}); "
-    "set idle_in_transaction_session_timeout to prevent it",
-    "prepared": "COMMIT PREPARED '{name}' or ROLLBACK PREPARED '{name}'",
-    "slot": "if it is not needed: SELECT pg_drop_replication_slot('{name}')",
-    "standby": "end the long query there, or set hot_standby_feedback=off on it",
+# Of each kind of holder: its name, and how to end it.
+_HOLDERS = {
+    "session": (
+        "session",
+        (
+            "commit it there, or end it: SELECT pg_terminate_backend({name}); "
+            "set idle_in_transaction_session_timeout to prevent it"
+        ),
+    ),
+    "prepared-transaction": ("prepared transaction", "COMMIT PREPARED '{name}' or ROLLBACK PREPARED '{name}'"),
+    "slot": ("replication slot", "if it is not needed: SELECT pg_drop_replication_slot('{name}')"),
+    "standby": ("standby", "end the long query there, or set hot_standby_feedback=off on it"),
 }
 
 
-def check_slots(context: DoctorContext) -> Iterator[Note]:
+def check_slots(context: DoctorContext) -> Iterator[Finding]:
     """Find replication slots that fill the disk with WAL."""
     for slot in context.ask(sql.SLOTS, {"bytes": context.limits.retained_bytes}):
         use = "in use" if slot["is_active"] else "unused"
@@ -410,12 +396,23 @@ def check_slots(context: DoctorContext) -> Iterator[Note]:
             f"if it is not needed: SELECT pg_drop_replication_slot('{slot['name']}'); "
             "set max_slot_wal_keep_size to limit it",
         )
-    yield all_ok("slots-in-order", "no replication slot holds back much WAL")
+    yield ok("slots-in-order", "no replication slot holds back much WAL")
 
 
-def check_notify(context: DoctorContext) -> Iterator[Note]:
+def check_notify(context: DoctorContext) -> Iterator[Finding]:
     """Check the fill level of the notification queue, and that only workers hold wake-up locks."""
     usage = context.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
+    what = f"the notification queue is {usage:.1%} full"
+    if usage < context.limits.notify_warning:
+        yield ok("notify-in-order", what)
+    else:
+        report = problem if usage >= context.limits.notify_problem else warning
+        yield report(
+            "notify-queue-fills",
+            what,
+            "when it is full, every transaction that notifies fails at its COMMIT, in all applications",
+            "find a session that listens and has been in a transaction for long (see `transactions`), and end it",
+        )
     for holder in context.ask(sql.FOREIGN_LOCK_HOLDERS):
         yield warning(
             "foreign-wake-up-lock",
@@ -426,19 +423,9 @@ def check_notify(context: DoctorContext) -> Iterator[Note]:
             "end the session, perhaps a pooled one that a listener left behind; as its role or a superuser: "
             f"SELECT pg_terminate_backend({holder['pid']});",
         )
-    if usage < context.limits.notify_warning:
-        yield ok("notify-in-order", f"the notification queue is {usage:.1%} full")
-        return
-    report = problem if usage >= context.limits.notify_problem else warning
-    yield report(
-        "notify-queue-fills",
-        f"the notification queue is {usage:.1%} full",
-        "when it is full, every transaction that notifies fails at its COMMIT, in all applications",
-        "find a session that listens and has been in a transaction for long (see `transactions`), and end it",
-    )
 
 
-def check_vacuum(context: DoctorContext) -> Iterator[Note]:
+def check_vacuum(context: DoctorContext) -> Iterator[Finding]:
     """Check that autovacuum is on, and that it keeps up."""
     facts = context.ask_one(sql.VACUUM)
     if not facts["has_autovacuum"]:
@@ -465,4 +452,4 @@ def check_vacuum(context: DoctorContext) -> Iterator[Note]:
             "claims have to read past the dead rows",
             f"see `transactions` for transactions that hold back vacuum, then run: VACUUM pgoutbox.{table['name']}",
         )
-    yield all_ok("vacuum-in-order", "autovacuum keeps up with the tables")
+    yield ok("vacuum-in-order", "autovacuum keeps up with the tables")

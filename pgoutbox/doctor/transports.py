@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
-from pgoutbox.doctor.findings import HOW_TO, Note, Notes, all_ok, ok, problem, skipped, warning
+from pgoutbox.doctor.findings import HOW_TO, Finding, Findings, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import variable_of
@@ -37,7 +37,7 @@ def is_served(scheme: str, settings: Settings, outbox: Outbox | None) -> bool:
     return (outbox is not None and scheme in outbox.transports) or is_configured(scheme, settings)
 
 
-def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
+def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
     """Check the sender, the encryption and the sign-in of e-mail."""
     if settings.mail.transport == "log":
         yield warning(
@@ -57,26 +57,35 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     if own is not None and not isinstance(own(settings), SmtpTransport):
         # It has a server, a sender and an encryption of its own.
-        yield from _alert_destination(settings)
         yield from _try_transport(
             own,
             settings,
-            in_order=ok("transport-in-order", "the application's own transport for e-mail works"),
+            in_order="the application's own transport for e-mail works",
             why=_NO_MAIL,
             fix=f"check the settings of that transport; see {HOW_TO}/mail-providers.html",
         )
-        return
-    yield from _sender(settings)
-    yield from _alert_destination(settings)
-    if settings.sendmail is not None and own is None:
+    elif settings.sendmail is not None and own is None:
         yield from _try_transport(
             partial(build, "mailto"),
             settings,
-            in_order=ok("transport-in-order", f"{settings.sendmail} is an executable program"),
+            in_order=f"{settings.sendmail} is an executable program",
             why=_NO_MAIL,
             fix=f"install the mail server, or correct PGOUTBOX_SENDMAIL; see {HOW_TO}/email.html",
         )
-        return
+        yield from _sender(settings)
+    else:
+        yield from _smtp_server(settings, own or partial(build, "mailto"))
+        yield from _sender(settings)
+    for destination in filter(is_placeholder, settings.alert_destinations):
+        yield _placeholder(
+            "alert-destination-placeholder",
+            "PGOUTBOX_ALERT_DESTINATION",
+            destination,
+            "alerts about failed messages and a dead server do not reach you",
+        )
+
+
+def _smtp_server(settings: Settings, make: Callable[[Settings], Transport]) -> Iterator[Finding]:
     host = settings.smtp.host or ""
     if is_placeholder(host) and host.lower() not in LOOPBACK:
         yield _placeholder(
@@ -91,9 +100,9 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         )
     signed_in = f"{_SECURITY[settings.smtp.security]}{', signed in' if settings.smtp.username else ''}"
     yield from _try_transport(
-        own or partial(build, "mailto"),
+        make,
         settings,
-        in_order=ok("transport-in-order", f"{host or 'the server'} accepts e-mail: {signed_in}"),
+        in_order=f"{host or 'the server'} accepts e-mail: {signed_in}",
         why=_NO_MAIL,
         fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
         f"this account or machine send to other servers; see {HOW_TO}/email.html",
@@ -104,7 +113,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
 _SECURITY: Final = {"starttls": "STARTTLS", "tls": "TLS", "none": "plain text"}
 
 
-def _sender(settings: Settings) -> Iterator[Note]:
+def _sender(settings: Settings) -> Iterator[Finding]:
     if settings.smtp.sender is None:
         yield warning(
             "sender-missing",
@@ -129,7 +138,7 @@ def _sender(settings: Settings) -> Iterator[Note]:
         )
 
 
-def _doubtful_sender(answer: str) -> Note:
+def _doubtful_sender(answer: str) -> Finding:
     return warning(
         "sender-not-a-recipient",
         answer,
@@ -139,17 +148,7 @@ def _doubtful_sender(answer: str) -> Note:
     )
 
 
-def _alert_destination(settings: Settings) -> Iterator[Note]:
-    for destination in filter(is_placeholder, settings.alert_destinations):
-        yield _placeholder(
-            "alert-destination-placeholder",
-            "PGOUTBOX_ALERT_DESTINATION",
-            destination,
-            "alerts about failed messages and a dead server do not reach you",
-        )
-
-
-def _placeholder(code: str, variable: str, value: str, why: str) -> Note:
+def _placeholder(code: str, variable: str, value: str, why: str) -> Finding:
     return problem(
         code,
         f"{variable}={value} is still a placeholder",
@@ -158,7 +157,7 @@ def _placeholder(code: str, variable: str, value: str, why: str) -> Note:
     )
 
 
-def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
+def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
     """Check the settings of webhooks, and where webhooks may be sent."""
     if not is_configured("https", settings) and settings.webhook.secrets is None:
         yield skipped("webhook-extra-missing", "the extra webhook is not installed")
@@ -191,14 +190,14 @@ def check_webhooks(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _try_transport(
         partial(build, "https"),
         settings,
-        in_order=all_ok("transport-in-order", "the webhook settings are valid"),
+        in_order="the webhook settings are valid",
         why="a worker with these settings does not start",
         fix=f"correct the setting; see {HOW_TO}/webhooks.html",
         connects=False,
     )
 
 
-def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
+def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
     """Check the URLs of notifications. Only a real notification can show whether a service accepts it."""
     if settings.apprise_urls is None or _own("apprise", outbox) is not None:
         yield skipped("apprise-not-set", "no notification service is set")
@@ -206,20 +205,27 @@ def check_apprise(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
     yield from _try_transport(
         partial(build, "apprise"),
         settings,
-        in_order=ok("transport-in-order", "the notification URLs are valid"),
+        in_order="the notification URLs are valid",
         why="a worker with these settings does not start",
         fix=f"correct PGOUTBOX_APPRISE_URLS; see {HOW_TO}/notifications.html",
         connects=False,
     )
 
 
-def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox | None], Notes]:
-    def check(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
+def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox | None], Findings]:
+    def check(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
         own = _own(scheme, outbox)
         if own is None and getattr(getattr(settings, scheme), field) is None:
             yield skipped(f"{scheme}-not-set", f"no {title} is set")
             return
         name = variable_of(f"{scheme}.{field}")
+        yield from _try_transport(
+            own or partial(build, scheme),
+            settings,
+            in_order=f"{title} accepts the connection",
+            why="no event is sent; messages wait and are retried",
+            fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events.html",
+        )
         if own is None and (host := _plain_host(settings, scheme)) is not None:
             yield warning(
                 "broker-plain-text",
@@ -227,13 +233,6 @@ def _broker(scheme: str, title: str, field: str) -> Callable[[Settings, Outbox |
                 "an attacker on the network can read and change the events, and read the password",
                 f"use TLS; see {HOW_TO}/events.html",
             )
-        yield from _try_transport(
-            own or partial(build, scheme),
-            settings,
-            in_order=ok("transport-in-order", f"{title} accepts the connection"),
-            why="no event is sent; messages wait and are retried",
-            fix=f"check {name}, and that the server runs and accepts this user; see {HOW_TO}/events.html",
-        )
 
     return check
 
@@ -271,12 +270,12 @@ def _try_transport(
     make: Callable[[Settings], Transport],
     settings: Settings,
     *,
-    in_order: Note,
+    in_order: str,
     why: str,
     fix: str,
-    doubtful: Callable[[str], Note] | None = None,
+    doubtful: Callable[[str], Finding] | None = None,
     connects: bool = True,
-) -> Iterator[Note]:
+) -> Iterator[Finding]:
     """Build the transport, and let it open the connection that a send needs.
 
     `doubtful` reports a failure that need not concern every message.
@@ -288,19 +287,18 @@ def _try_transport(
             "transport-setting-invalid", one_line(str(error)), "a worker with these settings does not start", fix
         )
         return
-    except _UntriableError:
-        yield skipped(
-            "transport-without-check", "the application's own transport has no check", "give it a method `check`"
-        )
-        return
     except Exception as error:  # noqa: BLE001 - transports and client libraries may raise anything
         yield problem(
             "transport-check-failed", f"the check failed: {one_line(str(error)) or type(error).__name__}", why, fix
         )
         return
     match outcome:
+        case None:
+            yield skipped(
+                "transport-without-check", "the application's own transport has no check", "give it a method `check`"
+            )
         case Sent():
-            yield in_order
+            yield ok("transport-in-order", in_order)
         case Unavailable() | SendFailure(outage=True, doubtful=None):
             yield problem("transport-unavailable", one_line(str(outcome)), why, fix)
         case Permanent() | Transient():
@@ -310,18 +308,14 @@ def _try_transport(
             yield problem("transport-outcome-unexpected", one_line(str(outcome)), why, fix)
 
 
-class _UntriableError(Exception):
-    """The transport cannot be checked without a send."""
-
-
-async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> Outcome:
+async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> Outcome | None:
+    """Return the outcome of the transport's check, None if it has none."""
     transport = make(settings)
-    if not connects:
-        await transport.aclose()
-        return Sent()
-    if not isinstance(transport, ChecksItself):
-        raise _UntriableError
     try:
+        if not connects:
+            return Sent()
+        if not isinstance(transport, ChecksItself):
+            return None
         async with asyncio.timeout(_PATIENCE_SECONDS):
             return await transport.check()
     except TimeoutError:
@@ -330,7 +324,7 @@ async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, c
         await transport.aclose()
 
 
-CHECKS: Final[Mapping[str, Callable[[Settings, Outbox | None], Notes]]] = {
+CHECKS: Final[Mapping[str, Callable[[Settings, Outbox | None], Findings]]] = {
     "smtp": check_smtp,
     "webhooks": check_webhooks,
     "apprise": check_apprise,

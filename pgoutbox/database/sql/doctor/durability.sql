@@ -1,8 +1,8 @@
 -- Settings and tables with which a committed message can be lost. An application may also change these settings for its
 -- own sessions; other sessions cannot see that.
 SELECT
-    current_setting('fsync') = 'on' AS has_fsync,
-    current_setting('full_page_writes') = 'on' AS has_full_pages,
+    current_setting('fsync') = 'on' AS fsync,
+    current_setting('full_page_writes') = 'on' AS full_page_writes,
     current_setting('synchronous_commit') <> 'off' AS commits_wait,
     ARRAY(
         SELECT coalesce('role ' || r.rolname, 'database ' || d.datname, 'all roles')

@@ -20,7 +20,7 @@ FROM (
         AND a.xact_start <= clock_timestamp() - make_interval(secs => %(seconds)s::float8)
     UNION ALL
     SELECT
-        'prepared',
+        'prepared-transaction',
         p.gid,
         'of ' || p.owner || ' in database ' || p.database,
         extract(epoch FROM clock_timestamp() - p.prepared)::float8,
