@@ -6,10 +6,9 @@ A mistake in a topic raises `ConfigurationError` at its definition.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from datetime import UTC, datetime, timedelta
-from operator import attrgetter
 from typing import Any, Final, Generic, Literal, TypedDict, cast, get_args
 
 from typing_extensions import Unpack
@@ -180,26 +179,25 @@ class Topic(Generic[P]):
     has_options: bool = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "has_options", _topic_options(self) != _NO_TOPIC_OPTIONS)
+        given = {name: value for name in OPTIONS if (value := getattr(self, name, None)) is not None}
+        object.__setattr__(self, "has_options", bool(given or self.retry))
         try:
             check_name("name", self.name)
             check_delay("unreadable_timeout", self.unreadable_timeout)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
-            if self.has_options:
-                self._check_options()
+            _check_defined(given)
         except ArgumentError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
-    def _check_options(self) -> None:
-        if self.ordering_key is not None and self.coalesce_key is not None:
-            raise _not_both_keys()
-        for name in OPTIONS:
-            value = getattr(self, name, None)
-            if value is not None and not callable(value):
-                OPTIONS[name](name, value)
-        if if_given(check_delay, "expires_after", self.expires_after) == 0:
-            raise ArgumentError("expires_after", "must be more than 0")
+
+def _check_defined(options: Mapping[str, object]) -> None:
+    """Check the options of a definition. A function of the payload is checked by its results."""
+    if "ordering_key" in options and "coalesce_key" in options:
+        raise _not_both_keys()
+    checked = {name: OPTIONS[name](name, value) for name, value in options.items() if not callable(value)}
+    if checked.get("expires_after") == 0:
+        raise ArgumentError("expires_after", "must be more than 0")
 
 
 def name_of(topic: str | Topic[Any]) -> str:
@@ -247,9 +245,3 @@ class Recipient:
     available_at: datetime | None = None
     delay: Duration | None = None
     owner: str | None = None
-
-
-_NOT_OF_MESSAGES: Final = ("name", "payload", "encrypted", "redact", "unreadable_timeout")
-_TOPIC_OPTIONS: Final = [field.name for field in fields(Topic) if field.init and field.name not in _NOT_OF_MESSAGES]
-_topic_options = attrgetter(*_TOPIC_OPTIONS)
-_NO_TOPIC_OPTIONS = (None,) * len(_TOPIC_OPTIONS)

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, LiteralString, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, LiteralString, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = Sequence[Sequence[Any]]
 R = TypeVar("R")
+C = TypeVar("C", bound="psycopg.Connection[object] | psycopg.AsyncConnection[object]")
 
 
 @functools.cache
@@ -104,61 +105,56 @@ AsyncConnection: TypeAlias = (
     | "sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession]"
 )
 
-# An application has few types of connections, and the search for one costs as much as the rest of `on`.
-_known_names: Final[dict[type, str]] = {}
 _TYPES: Final = (
     "psycopg.Connection, SQLAlchemy's Connection or Session, Django's connection, "
     "psycopg.AsyncConnection, SQLAlchemy's AsyncConnection or AsyncSession, or a Connection of asyncpg or its pool"
 )
 
 
-def known_name(connection: object) -> str:
-    """Return the name under which the connection has an adapter, an empty text without one."""
-    kind = type(connection)
-    if kind not in _known_names:
-        names = _type_names(connection)
-        _known_names[kind] = next((name for name in names if name in SYNC_ADAPTERS or name in ASYNC_ADAPTERS), "")
-    return _known_names[kind]
+@functools.cache  # An application has few types of connections, and the search costs as much as the rest of `on`.
+def adapter_of(kind: type) -> tuple[Callable[..., Adapter] | None, bool]:
+    """Return the adapter of a kind of connection, None for an unknown kind, and whether its calls are awaited."""
+    names = _names_of(kind)
+    found = next((name for name in names if name in _SYNC_ADAPTERS or name in _ASYNC_ADAPTERS), "")
+    return _SYNC_ADAPTERS.get(found) or _ASYNC_ADAPTERS.get(found), found in _ASYNC_ADAPTERS
 
 
 def refusal(connection: object) -> TypeError:
     """Return the error for a connection of an unknown kind."""
-    text = f"on takes {_TYPES}, not {_type_names(connection)[0]}"
+    text = f"on takes {_TYPES}, not {_names_of(type(connection))[0]}"
     if hasattr(connection, "cursor"):
         text += "; with another driver of PostgreSQL call the SQL functions: SELECT pgoutbox.enqueue(...)"
     return TypeError(text)
 
 
-def _type_names(thing: object) -> list[str]:
-    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__]
+def _names_of(kind: type) -> list[str]:
+    return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
 
 
 # --- psycopg ----------------------------------------------------------------------------------------------------------
 
 
-def _psycopg_in_transaction(connection: psycopg.Connection[object] | psycopg.AsyncConnection[object]) -> bool:
-    if connection.closed:
-        raise _closed()
-    status = connection.info.transaction_status
-    if status == TransactionStatus.INERROR:
-        raise _aborted()
-    # Without autocommit psycopg itself begins a transaction before the next statement.
-    return status != TransactionStatus.IDLE or not connection.autocommit
-
-
-class Psycopg:
-    """The adapter of a psycopg `Connection`."""
-
-    def __init__(self, connection: psycopg.Connection[object]) -> None:
+class _OfPsycopg(Generic[C]):
+    def __init__(self, connection: C) -> None:
         self._connection = connection
+
+    async def in_transaction(self) -> bool:
+        if self._connection.closed:
+            raise _closed()
+        status = self._connection.info.transaction_status
+        if status == TransactionStatus.INERROR:
+            raise _aborted()
+        # Without autocommit psycopg itself begins a transaction before the next statement.
+        return status != TransactionStatus.IDLE or not self._connection.autocommit
+
+
+class Psycopg(_OfPsycopg["psycopg.Connection[object]"]):
+    """The adapter of a psycopg `Connection`."""
 
     async def settle(self) -> None:
         if self._connection.info.pipeline_status != PipelineStatus.OFF:
             with self._connection.pipeline():
                 """Entering a pipeline within a pipeline synchronises the outer one."""
-
-    async def in_transaction(self) -> bool:
-        return _psycopg_in_transaction(self._connection)
 
     async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
@@ -169,17 +165,11 @@ class Psycopg:
             return cursor.fetchall() if has_rows else []
 
 
-class _AsyncPsycopg:
-    def __init__(self, connection: psycopg.AsyncConnection[object]) -> None:
-        self._connection = connection
-
+class _AsyncPsycopg(_OfPsycopg["psycopg.AsyncConnection[object]"]):
     async def settle(self) -> None:
         if self._connection.info.pipeline_status != PipelineStatus.OFF:
             async with self._connection.pipeline():
                 """Entering a pipeline within a pipeline synchronises the outer one."""
-
-    async def in_transaction(self) -> bool:
-        return _psycopg_in_transaction(self._connection)
 
     async def fetch(self, statement: LiteralString, *parameters: object, has_rows: bool = True) -> Rows:
         if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
@@ -263,7 +253,7 @@ class _Asyncpg(Adapter):
             closed = self._connection.is_closed()
         except Exception as error:
             # A connection that was returned to its pool refuses every call.
-            if "asyncpg.exceptions._base.InterfaceError" in _type_names(error):
+            if "asyncpg.exceptions._base.InterfaceError" in _names_of(type(error)):
                 raise _closed() from error
             raise
         if closed:
@@ -303,7 +293,7 @@ class _Django(Adapter):
             ) from error
 
 
-SYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
+_SYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
     "psycopg.Connection": Psycopg,
     "sqlalchemy.engine.base.Connection": _of_connection,
     "sqlalchemy.orm.session.Session": _of_session,
@@ -311,7 +301,7 @@ SYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
     "django.db.backends.base.base.BaseDatabaseWrapper": _Django,
     "django.utils.connection.ConnectionProxy": _Django,
 }
-ASYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
+_ASYNC_ADAPTERS: Mapping[str, Callable[..., Adapter]] = {
     "psycopg.AsyncConnection": _AsyncPsycopg,
     "sqlalchemy.ext.asyncio.engine.AsyncConnection": lambda connection: _AsyncSQLAlchemy(connection, _of_connection),
     "sqlalchemy.ext.asyncio.session.AsyncSession": lambda session: _AsyncSQLAlchemy(session, _of_session),
@@ -359,7 +349,7 @@ def translated_errors() -> Iterator[None]:
 
 
 def _own_error(error: Exception) -> PgOutboxError | None:
-    if "sqlalchemy.exc.PendingRollbackError" in _type_names(error):
+    if "sqlalchemy.exc.PendingRollbackError" in _names_of(type(error)):
         return _aborted()
     if isinstance(error, UnicodeEncodeError):
         return ConfigurationError(
@@ -391,7 +381,7 @@ def answer_of(error: Exception) -> Answer | None:
     for candidate in (*causes, *wrapped, *(getattr(inner, "__cause__", None) for inner in wrapped)):
         if isinstance(candidate, psycopg.Error) and candidate.sqlstate is not None:
             source, message = candidate.diag, candidate.diag.message_primary or ""
-        elif "asyncpg.exceptions._base.PostgresError" in _type_names(candidate):
+        elif "asyncpg.exceptions._base.PostgresError" in _names_of(type(candidate)):
             source = cast("Diagnostic", candidate)  # It has the same attributes.
             message = getattr(candidate, "message", "")
         else:

@@ -17,17 +17,7 @@ from typing_extensions import Unpack
 
 from pgoutbox.clock import Duration
 from pgoutbox.database import sql
-from pgoutbox.enqueue.adapters import (
-    ASYNC_ADAPTERS,
-    SYNC_ADAPTERS,
-    Adapter,
-    Answer,
-    ClosedError,
-    answer_of,
-    known_name,
-    refusal,
-    run,
-)
+from pgoutbox.enqueue.adapters import Adapter, Answer, ClosedError, adapter_of, answer_of, refusal, run
 from pgoutbox.enqueue.calls import (
     Cancelled,
     CancelResult,
@@ -351,9 +341,9 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         async def call() -> list[OwnedMessage]:
             search = search_of(owner, message_id, topics, states, before_id, limit)
             await self._begin(require_transaction=False)
-            return await (
-                self._find(sql.FIND_WITH_PAYLOADS, *search, owner) if payloads else self._find(sql.FIND, *search)
-            )
+            if payloads:
+                return await self._find(sql.FIND_WITH_PAYLOADS, *search, owner)
+            return await self._find(sql.FIND, *search)
 
         found: FindT = self._answer(call())
         return found
@@ -506,9 +496,10 @@ class AsyncProducer(
 
 def producer_on(connection: object, router: Router) -> Producer | AsyncProducer:
     """Return the producer on a connection. Raise `TypeError` for an unknown kind of connection."""
-    name = known_name(connection)
-    if name in SYNC_ADAPTERS:
-        return Producer(router, SYNC_ADAPTERS[name](connection), run)
-    if name in ASYNC_ADAPTERS:
-        return AsyncProducer(router, ASYNC_ADAPTERS[name](connection), lambda call: call)
-    raise refusal(connection)
+    kind: type = type(connection)
+    adapter, is_async = adapter_of(kind)
+    if adapter is None:
+        raise refusal(connection)
+    if is_async:
+        return AsyncProducer(router, adapter(connection), lambda call: call)
+    return Producer(router, adapter(connection), run)

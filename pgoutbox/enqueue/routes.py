@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from pgoutbox.encryption import Keyring, keyring_of
@@ -60,7 +60,7 @@ class Router:
         if known is None and self._strict and name not in self._handlers:
             raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by this outbox")
         if not isinstance(topic, Topic):
-            return known or Topic(name)
+            return known or _undefined(name)
         if known is not None and known != topic:
             raise ConfigurationError(f"topic {name!r} has another definition in this outbox")
         return topic
@@ -101,3 +101,8 @@ class Router:
             return self.source.settings.otel.traces
         except ConfigurationError:
             return False  # An invalid setting raises its error at its first use.
+
+
+@lru_cache(maxsize=1_024)
+def _undefined(name: str) -> Topic[Any]:
+    return Topic(name)
