@@ -21,10 +21,10 @@ from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
 from pgoutbox.operations import Correction, MessageResult, Operator
-from pgoutbox.options import check_name
+from pgoutbox.options import KEYS, OPTIONS, MessageOptions, check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import KEYS, OPTIONS, MessageOptions, Topic, name_of
+from pgoutbox.topics import Topic, name_of
 
 # The options of a message that a topic can compute from the payload.
 _COMPUTABLE: Final = ("destination", "owner", *KEYS)

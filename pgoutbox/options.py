@@ -1,4 +1,4 @@
-"""Checks of single options of topics and messages. Pure: no I/O.
+"""The options of topics and messages, with their checks. Pure: no I/O.
 
 A mistake raises `ArgumentError` with the path of the option.
 """
@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 from pydantic_core import to_json as encode_json
 from typing_extensions import TypeVar, is_typeddict
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError
 from pgoutbox.redaction import check_redacted_name
 from pgoutbox.text import NAME, check_storable, member, preview
@@ -36,6 +37,9 @@ NO_SECRETS: Final = (
 
 V = TypeVar("V")
 
+KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key")
+OnDuplicate = Literal["error", "ignore"]
+
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -44,6 +48,35 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 CLOCK_TOLERANCE: Final = timedelta(days=1)
 _MAX_AHEAD = timedelta(days=3_653)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class FanoutOptions(TypedDict, total=False):
+    """The options of the messages of a fan-out at a call site."""
+
+    queue: str | None
+    available_at: datetime | None
+    delay: Duration | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+    owner: str | None
+
+
+class MessageOptions(FanoutOptions, total=False):
+    """The options of a message at a call site.
+
+    `delay` and `max_delay` (seconds or timedeltas) count on PostgreSQL's clock; give `delay` or `available_at`.
+    `available_at` and `expires_at` are datetimes with a time zone. With `on_duplicate="ignore"` a message with a known
+    `dedupe_key` and another payload is a duplicate, too; otherwise it is an error.
+    """
+
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    ordering_key: str | None
+    halts_key: bool | None
+    max_delay: Duration | None
+    on_duplicate: OnDuplicate | None
 
 
 def check_name(field: str, value: object) -> str:
@@ -144,6 +177,20 @@ def check_max_attempts(field: str, value: object) -> int:
     return check_whole(field, value, most=MAX_ATTEMPTS_BOUND)
 
 
+def check_flag(field: str, value: object) -> bool:
+    """Return whether an option is on."""
+    if not isinstance(value, bool):
+        raise ArgumentError(field, f"must be True or False, not {preview(value)}")
+    return value
+
+
+def check_on_duplicate(field: str, value: object) -> str:
+    """Return the rule for a dedupe key that a message with another payload has."""
+    if value not in get_args(OnDuplicate):
+        raise ArgumentError(field, f"must be error or ignore, not {preview(value)}")
+    return str(value)
+
+
 def check_delay(field: str, value: object) -> float:
     """Return a delay in seconds, from a number of seconds or a timedelta."""
     limit = MAX_DELAY.total_seconds()
@@ -189,6 +236,63 @@ def _moment(field: str, value: object) -> datetime:
 def if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:
     """Check an option unless it is None."""
     return None if value is None else check(field, value)
+
+
+# The options and their checks, by their names in the type `pgoutbox.draft`. Only a topic has `expires_after`.
+OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "queue": check_name,
+    "destination": check_destination,
+    "owner": check_owner,
+    "coalesce_key": check_key,
+    "ordering_key": check_key,
+    "dedupe_key": check_key,
+    "on_duplicate": check_on_duplicate,
+    "halts_key": check_flag,
+    "available_at": check_available_at,
+    "delay": check_delay,
+    "max_delay": check_delay,
+    "expires_at": check_expires_at,
+    "expires_after": check_delay,
+    "max_attempts": check_max_attempts,
+    "headers": check_headers,
+}
+# An option, and the one that it needs.
+_TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
+# An option of a message, and the field of a topic that takes its place.
+REPLACED: Final[Mapping[str, str]] = {"available_at": "delay", "expires_at": "expires_after", "max_attempts": "retry"}
+
+
+def check_defined(options: Mapping[str, object]) -> None:
+    """Check the options of a definition. A function of the payload is checked by its results."""
+    if "ordering_key" in options and "coalesce_key" in options:
+        raise _not_both_keys()
+    checked = {name: OPTIONS[name](name, value) for name, value in options.items() if not callable(value)}
+    if checked.get("expires_after") == 0:
+        raise ArgumentError("expires_after", "must be more than 0")
+
+
+def check_together(options: Mapping[str, Any]) -> None:
+    """Refuse checked options that exclude or lack each other."""
+    if "ordering_key" in options and "coalesce_key" in options:
+        raise _not_both_keys()
+    for name, needed in _TOGETHER:
+        if options.get(name, False) is not False and needed not in options:
+            raise ArgumentError(name, f"only together with {needed}")
+    available_at, delay, expires_at = options.get("available_at"), options.get("delay"), options.get("expires_at")
+    if available_at is not None and delay is not None:
+        raise ArgumentError("delay", "give delay or available_at, not both")
+    if expires_at is None:
+        return
+    if available_at is not None and expires_at <= available_at:
+        raise ArgumentError("expires_at", "must be later than available_at")
+    if delay is not None and expires_at < datetime.now(UTC) + timedelta(seconds=delay) - CLOCK_TOLERANCE:
+        raise ArgumentError("expires_at", "must be later than the end of the delay")
+
+
+def _not_both_keys() -> ArgumentError:
+    return ArgumentError(
+        "ordering_key", "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
+    )
 
 
 def check_model(field: str, model: object) -> None:

@@ -18,11 +18,12 @@ from pgoutbox.enqueue.validation import Draft, prepare
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, HandlerOptions, Middleware, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
+from pgoutbox.options import MessageOptions
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH
-from pgoutbox.topics import MessageOptions, NewMessage, Topic, name_of
+from pgoutbox.topics import NewMessage, Topic, name_of
 from pgoutbox.transports import Content, Transport
 
 _FAILED: Final = ".failed"  # The end of a hook's topic; _enqueue_failure() appends it too.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
-from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Generic, Literal, TypedDict, cast, get_args
+from datetime import datetime
+from typing import Any, Final, Generic, cast
 
 from typing_extensions import Unpack
 
@@ -17,119 +17,20 @@ from pgoutbox.clock import Duration
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
 from pgoutbox.options import (
-    CLOCK_TOLERANCE,
-    check_available_at,
+    OPTIONS,
+    MessageOptions,
+    OnDuplicate,
+    check_defined,
     check_delay,
-    check_destination,
-    check_expires_at,
-    check_headers,
-    check_key,
-    check_max_attempts,
     check_model,
     check_name,
-    check_owner,
     check_redact,
     if_given,
 )
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
-from pgoutbox.text import preview
-
-OnDuplicate = Literal["error", "ignore"]
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
-KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key")
-
-
-class FanoutOptions(TypedDict, total=False):
-    """The options of the messages of a fan-out at a call site."""
-
-    queue: str | None
-    available_at: datetime | None
-    delay: Duration | None
-    expires_at: datetime | None
-    headers: Mapping[str, str] | None
-    max_attempts: int | None
-    owner: str | None
-
-
-class MessageOptions(FanoutOptions, total=False):
-    """The options of a message at a call site.
-
-    `delay` and `max_delay` (seconds or timedeltas) count on PostgreSQL's clock; give `delay` or `available_at`.
-    `available_at` and `expires_at` are datetimes with a time zone. With `on_duplicate="ignore"` a message with a known
-    `dedupe_key` and another payload is a duplicate, too; otherwise it is an error.
-    """
-
-    destination: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    ordering_key: str | None
-    halts_key: bool | None
-    max_delay: Duration | None
-    on_duplicate: OnDuplicate | None
-
-
-def _check_halts_key(field: str, value: object) -> bool:
-    """Return whether a failed message halts its ordering key."""
-    if not isinstance(value, bool):
-        raise ArgumentError(field, f"must be True or False, not {preview(value)}")
-    return value
-
-
-def _check_on_duplicate(field: str, value: object) -> str:
-    """Return the rule for a dedupe key that a message with another payload has."""
-    if value not in get_args(OnDuplicate):
-        raise ArgumentError(field, f"must be error or ignore, not {preview(value)}")
-    return str(value)
-
-
-# The options and their checks, by their names in the type `pgoutbox.draft`. Only a topic has `expires_after`.
-OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    "queue": check_name,
-    "destination": check_destination,
-    "owner": check_owner,
-    "coalesce_key": check_key,
-    "ordering_key": check_key,
-    "dedupe_key": check_key,
-    "on_duplicate": _check_on_duplicate,
-    "halts_key": _check_halts_key,
-    "available_at": check_available_at,
-    "delay": check_delay,
-    "max_delay": check_delay,
-    "expires_at": check_expires_at,
-    "expires_after": check_delay,
-    "max_attempts": check_max_attempts,
-    "headers": check_headers,
-}
-# An option, and the one that it needs.
-_TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))
-# An option of a message, and the field of a topic that takes its place.
-REPLACED: Final[Mapping[str, str]] = {"available_at": "delay", "expires_at": "expires_after", "max_attempts": "retry"}
 _OF_MESSAGES: Final = frozenset(MessageOptions.__annotations__)
-
-
-def check_together(options: Mapping[str, Any]) -> None:
-    """Refuse checked options that exclude or lack each other."""
-    if "ordering_key" in options and "coalesce_key" in options:
-        raise _not_both_keys()
-    for name, needed in _TOGETHER:
-        if options.get(name, False) is not False and needed not in options:
-            raise ArgumentError(name, f"only together with {needed}")
-    available_at, delay, expires_at = options.get("available_at"), options.get("delay"), options.get("expires_at")
-    if available_at is not None and delay is not None:
-        raise ArgumentError("delay", "give delay or available_at, not both")
-    if expires_at is None:
-        return
-    if available_at is not None and expires_at <= available_at:
-        raise ArgumentError("expires_at", "must be later than available_at")
-    if delay is not None and expires_at < datetime.now(UTC) + timedelta(seconds=delay) - CLOCK_TOLERANCE:
-        raise ArgumentError("expires_at", "must be later than the end of the delay")
-
-
-def _not_both_keys() -> ArgumentError:
-    return ArgumentError(
-        "ordering_key", "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +87,9 @@ class Topic(Generic[P]):
             check_delay("unreadable_timeout", self.unreadable_timeout)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
-            _check_defined(given)
+            check_defined(given)
         except ArgumentError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
-
-
-def _check_defined(options: Mapping[str, object]) -> None:
-    """Check the options of a definition. A function of the payload is checked by its results."""
-    if "ordering_key" in options and "coalesce_key" in options:
-        raise _not_both_keys()
-    checked = {name: OPTIONS[name](name, value) for name, value in options.items() if not callable(value)}
-    if checked.get("expires_after") == 0:
-        raise ArgumentError("expires_after", "must be more than 0")
 
 
 def name_of(topic: str | Topic[Any]) -> str:

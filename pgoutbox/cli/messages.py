@@ -52,11 +52,11 @@ from pgoutbox.cli.program import (
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.operations import JsonText, TopicCounts
-from pgoutbox.options import check_name
+from pgoutbox.options import OnDuplicate, check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.redaction import redact_text
 from pgoutbox.settings import Settings
-from pgoutbox.topics import OnDuplicate, Topic
+from pgoutbox.topics import Topic
 
 if TYPE_CHECKING:
     from pydantic import JsonValue

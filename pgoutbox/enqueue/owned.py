@@ -17,9 +17,9 @@ from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Route, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError, StateError
 from pgoutbox.message import State, Transient
-from pgoutbox.options import check_id, check_name, check_owner, check_whole, if_given
+from pgoutbox.options import KEYS, MessageOptions, check_id, check_name, check_owner, check_whole, if_given
 from pgoutbox.text import preview
-from pgoutbox.topics import KEYS, MessageOptions, NewMessage, Topic, name_of
+from pgoutbox.topics import NewMessage, Topic, name_of
 
 MAX_FOUND: Final = 1_000
 

@@ -41,10 +41,10 @@ from pgoutbox.enqueue.validation import Draft, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, TransactionError
 from pgoutbox.message import OWED, P, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.options import check_destination, check_id, if_given
+from pgoutbox.options import KEYS, FanoutOptions, MessageOptions, check_destination, check_id, if_given
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import describe, one_line
-from pgoutbox.topics import KEYS, FanoutOptions, MessageOptions, NewMessage, Recipient, Topic, name_of
+from pgoutbox.topics import NewMessage, Recipient, Topic, name_of
 
 _logger = logging.getLogger(__name__)
 

@@ -15,8 +15,17 @@ from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.enqueue.payloads import Serializer, fit, to_json
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.message import P
-from pgoutbox.options import MAX_HEADER_BYTES, MAX_HEADER_COUNT, check_destination
-from pgoutbox.topics import KEYS, OPTIONS, REPLACED, MessageOptions, NewMessage, Recipient, Topic, check_together
+from pgoutbox.options import (
+    KEYS,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_COUNT,
+    OPTIONS,
+    REPLACED,
+    MessageOptions,
+    check_destination,
+    check_together,
+)
+from pgoutbox.topics import NewMessage, Recipient, Topic
 
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
@@ -30,7 +39,7 @@ _OWN_OPTIONS: Final = ("destination", "owner", "available_at", "delay", "headers
 class Draft(NamedTuple):
     """A checked message, as `Outbox.draft` returns it.
 
-    The payload is JSON text. The options have their names in `topics.OPTIONS`, and each is a JSON value.
+    The payload is JSON text. The options have their names in `options.OPTIONS`, and each is a JSON value.
     """
 
     topic: str

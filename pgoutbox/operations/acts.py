@@ -21,9 +21,8 @@ from pgoutbox.clock import Duration
 from pgoutbox.enqueue.payloads import to_json
 from pgoutbox.errors import ArgumentError, StateError
 from pgoutbox.message import OWED, State
-from pgoutbox.options import check_available_at, check_delay, if_given
+from pgoutbox.options import OPTIONS, check_available_at, check_delay, if_given
 from pgoutbox.text import check_storable
-from pgoutbox.topics import OPTIONS
 
 REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
 CORRECTABLE: Final = (State.FAILED, State.PENDING)

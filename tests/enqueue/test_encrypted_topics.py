@@ -19,9 +19,10 @@ from pgoutbox.errors import ConfigurationError, DedupeConflictError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
 from pgoutbox.operations import Operator
+from pgoutbox.options import MessageOptions
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.testing import OutboxDriver
-from pgoutbox.topics import MessageOptions, NewMessage
+from pgoutbox.topics import NewMessage
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for, state_of
 

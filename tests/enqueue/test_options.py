@@ -13,7 +13,7 @@ from psycopg import errors
 from psycopg.types.json import Jsonb
 
 from pgoutbox import Outbox
-from pgoutbox.topics import OPTIONS
+from pgoutbox.options import OPTIONS
 from tests.support.drafts import enqueue_many
 from tests.support.missing import setting_of_old_servers
 

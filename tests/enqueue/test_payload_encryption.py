@@ -15,7 +15,8 @@ from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
 from pgoutbox.enqueue.validation import Draft, Route, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError
 from pgoutbox.message import Permanent, Transient
-from pgoutbox.topics import MessageOptions, NewMessage, Topic
+from pgoutbox.options import MessageOptions
+from pgoutbox.topics import NewMessage, Topic
 
 CANARY = "c4n4ry-s3cret"
 OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()

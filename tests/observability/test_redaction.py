@@ -14,8 +14,8 @@ from cryptography.fernet import Fernet
 from pgoutbox import Outbox, Topic
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Skip
+from pgoutbox.options import MessageOptions
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.topics import MessageOptions
 from pgoutbox.worker import Worker
 from tests.support.forks import run_command
 from tests.support.outbox_actions import attempts_of, row_of, settings_for

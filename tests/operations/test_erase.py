@@ -29,7 +29,7 @@ from tests.support.worker_sql import claim, finish_sent
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from pgoutbox.topics import MessageOptions
+    from pgoutbox.options import MessageOptions
     from tests.conftest import Connect
 
 DAY = timedelta(days=1)
