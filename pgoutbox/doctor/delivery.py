@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
-from pgoutbox.doctor.context import MOST_QUEUES
+from pgoutbox.doctor.context import MOST_QUEUES, DoctorContext
 from pgoutbox.doctor.findings import (
     HOW_TO,
     MAX_QUOTE_LENGTH,
@@ -30,11 +31,6 @@ from pgoutbox.transports.redirect import redirected_mail
 from pgoutbox.transports.registry import hint_for, missing_key
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_parameters
-
-if TYPE_CHECKING:
-    from psycopg.rows import DictRow
-
-    from pgoutbox.doctor.context import DoctorContext
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50

@@ -8,24 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import HOW_TO, Finding, Findings, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
-from pgoutbox.settings import variable_of
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings, variable_of
 from pgoutbox.text import one_line
-from pgoutbox.transports import ChecksItself
+from pgoutbox.transports import ChecksItself, Transport
 from pgoutbox.transports.readiness import is_placeholder, is_reserved
 from pgoutbox.transports.registry import build, is_configured
 from pgoutbox.transports.smtp import SmtpTransport
-
-if TYPE_CHECKING:
-    from pgoutbox.outbox import Outbox
-    from pgoutbox.settings import Settings
-    from pgoutbox.transports import Transport
 
 _PATIENCE_SECONDS: Final = 60.0
 _NO_MAIL: Final = "no e-mail is sent; messages wait and are retried"

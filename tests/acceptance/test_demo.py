@@ -31,7 +31,7 @@ ROWS = {1: Row(1, "sent", 1, None, 0), 2: Row(2, "sent", 1, None, 0)}
 
 
 def receipt(message_id: int, *, header: str | None = None) -> Receipt:
-    return Receipt(message_id, header or f"<{message_id}>", "a@example.org", "subject", "body", 1.0)
+    return Receipt(message_id, header or f"<{message_id}>", "a@example.org", "subject", 1.0)
 
 
 @pytest.mark.parametrize(
