@@ -1,8 +1,4 @@
-"""Messages, their states, and the outcomes of attempts. Pure: no I/O, no clock.
-
-`TRANSITIONS` defines the state machine. Tests compare it with the CHECK constraints of the schema and the chart in the
-docs.
-"""
+"""Messages, their states, and the outcomes of attempts. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -35,17 +31,6 @@ class State(enum.StrEnum):
 
 FINAL_STATES = frozenset({State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED})
 OWED = (State.PENDING, State.SENDING)
-
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.PENDING: frozenset({State.SENDING, State.SKIPPED, State.CANCELLED}),
-    State.SENDING: frozenset(
-        {State.SENDING, State.SENT, State.PENDING, State.FAILED, State.SKIPPED, State.CANCELLED},
-    ),
-    State.SENT: frozenset(),
-    State.FAILED: frozenset({State.PENDING, State.SKIPPED}),
-    State.SKIPPED: frozenset(),
-    State.CANCELLED: frozenset({State.PENDING}),
-}
 
 
 class AttemptOutcome(enum.StrEnum):

@@ -29,7 +29,7 @@ from pgoutbox import EditResult, Outbox, Producer, Topic
 from pgoutbox.cli.commands import app
 from pgoutbox.database import sql
 from pgoutbox.kernel import statements
-from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Mention, Operator
 from pgoutbox.settings import ENVIRONMENT_PREFIX, VARIABLES, Settings, load_settings
 from pgoutbox.testing import OutboxDriver
@@ -39,6 +39,7 @@ from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, ROOT, WRITTEN, Block, all_blocks, blocks_of, prose_of, title
 from tests.support.sends import outgoing
+from tests.support.transitions import TRANSITIONS
 from tests.support.waiting import wait_until
 from tests.support.worker_sql import claim, finish_sent
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
+from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import Operator
 from tests.support.messages import PUT_SENDING
 from tests.support.outbox_actions import cancel, enqueue, lapse, redrive, state_of
+from tests.support.transitions import TRANSITIONS
 from tests.support.worker_sql import End, claim, finish, finish_sent
 
 if TYPE_CHECKING:

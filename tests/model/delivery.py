@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pgoutbox.message import TRANSITIONS, State
+from pgoutbox.message import State
+from tests.support.transitions import TRANSITIONS
 
 PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
 FAILED, SKIPPED, CANCELLED = State.FAILED.value, State.SKIPPED.value, State.CANCELLED.value

@@ -8,8 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.message import FINAL_STATES, TRANSITIONS, Message, Permanent, Skip, Snooze, State, Transient
+from pgoutbox.message import FINAL_STATES, Message, Permanent, Skip, Snooze, State, Transient
 from pgoutbox.observability.events import LogEvent, event_of_state
+from tests.support.transitions import TRANSITIONS
 
 MESSAGE: Message[object] = Message(
     id=7,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from psycopg import sql
 
-from pgoutbox.message import TRANSITIONS
+from tests.support.transitions import TRANSITIONS
 
 if TYPE_CHECKING:
     import psycopg

@@ -25,9 +25,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
+from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import ActResult, Operator
 from tests.support.outbox_actions import cancel, enqueue, expire, lapse, make_due, redrive, rows_of
+from tests.support.transitions import TRANSITIONS
 from tests.support.worker_sql import End, claim, finish, finish_sent
 
 if TYPE_CHECKING:
