@@ -285,7 +285,8 @@ def _redact(value: JsonValue, names: tuple[str, ...], path: tuple[str, ...]) -> 
             members: dict[str, JsonValue] = {}
             for key, item in value.items():
                 here = (*path, squeezed(key))
-                is_hidden = _has_telling_word(key) or any(_matches(here, _parts(name)) for name in names)
+                has_telling_word = any(word.lower() in REDACTED_WORDS for word in _WORD.findall(key))
+                is_hidden = has_telling_word or any(_matches(here, _parts(name)) for name in names)
                 members[key] = REDACTED if is_hidden else _redact(item, names, here)
             return members
         case list():
@@ -312,16 +313,8 @@ def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
     hint = squeezed(text)
     for pattern, hints in _compiled(tuple(names)):
         if not hints or any(part in hint for part in hints):
-            text = pattern.sub(_hide, text)
+            text = pattern.sub(rf"\1{REDACTED}", text)
     return field + text
-
-
-def _hide(found: re.Match[str]) -> str:
-    return f"{found[1]}{REDACTED}"
-
-
-def _has_telling_word(key: str) -> bool:
-    return any(word.lower() in REDACTED_WORDS for word in _WORD.findall(key))
 
 
 def check_redacted_name(name: object) -> None:

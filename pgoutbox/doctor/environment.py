@@ -87,25 +87,22 @@ def _redirected(settings: Settings) -> Iterator[Finding]:
 def check_tls(settings: Settings) -> Iterator[Finding]:
     """Check that connections to PostgreSQL over the network are encrypted and verified."""
     for variable, dsn in (("PGOUTBOX_DSN", settings.dsn), ("PGOUTBOX_LISTEN_DSN", settings.listen_dsn)):
-        if dsn is not None:
-            yield from _unverified(variable, dsn.get_secret_value())
+        if dsn is None:
+            continue
+        try:
+            given = conninfo_to_dict(dsn.get_secret_value())
+        except ProgrammingError:
+            yield skipped("dsn-unreadable", f"{variable} is not a connection string")
+            continue
+        hosts = str(given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST") or "").split(",")
+        remote = [host for host in hosts if host and not host.startswith(("/", "@")) and host.lower() not in LOOPBACK]
+        mode = str(given.get("sslmode") or os.environ.get("PGSSLMODE") or "prefer")
+        if remote and mode != "verify-full":
+            yield warning(
+                "tls-unverified",
+                f"{variable}: sslmode={mode} to {remote[0]}",
+                "an attacker on the network can read and change everything, or pose as the server",
+                "add sslmode=verify-full, and sslrootcert with the CA certificate of the server; "
+                "channel_binding=require helps too",
+            )
     yield ok("tls-in-order", "the connections to PostgreSQL are local, or encrypted and verified")
-
-
-def _unverified(variable: str, dsn: str) -> Iterator[Finding]:
-    try:
-        given = conninfo_to_dict(dsn)
-    except ProgrammingError:
-        yield skipped("dsn-unreadable", f"{variable} is not a connection string")
-        return
-    hosts = str(given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST") or "").split(",")
-    remote = [host for host in hosts if host and not host.startswith(("/", "@")) and host.lower() not in LOOPBACK]
-    mode = str(given.get("sslmode") or os.environ.get("PGSSLMODE") or "prefer")
-    if remote and mode != "verify-full":
-        yield warning(
-            "tls-unverified",
-            f"{variable}: sslmode={mode} to {remote[0]}",
-            "an attacker on the network can read and change everything, or pose as the server",
-            "add sslmode=verify-full, and sslrootcert with the CA certificate of the server; channel_binding=require "
-            "helps too",
-        )

@@ -45,7 +45,12 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
     text = None
     try:
         data = encode_json(value)
-        if len(data) <= max_bytes and _is_plain(value, MAX_DEPTH) and not _is_suspicious(data):
+        if (
+            len(data) <= max_bytes
+            and _is_plain(value, MAX_DEPTH)
+            and _SUSPICIOUS.search(data) is None
+            and (len(data) <= _MAX_DIGITS or _TOO_MANY_DIGITS.search(data) is None)
+        ):
             text = data.decode()
     except (ValueError, RecursionError):
         pass
@@ -67,12 +72,6 @@ def _encode_faithfully(value: object, field: str, max_bytes: int, serializer: Se
             field, f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
     return data.decode()
-
-
-def _is_suspicious(data: bytes) -> bool:
-    return _SUSPICIOUS.search(data) is not None or (
-        len(data) > _MAX_DIGITS and _TOO_MANY_DIGITS.search(data) is not None
-    )
 
 
 def _is_plain(value: object, depth_left: int) -> bool:

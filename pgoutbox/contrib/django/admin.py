@@ -30,7 +30,7 @@ from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import limiting
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
-from pgoutbox.operations import ListedMessage, MessageResult, Operator, ShownAttempt
+from pgoutbox.operations import ListedMessage, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, ActArguments, ActName
 from pgoutbox.text import visible
 
@@ -109,10 +109,6 @@ def _listed(message: Message) -> ListedMessage:
 
 def _visible(value: object) -> object:
     return visible(value) if isinstance(value, str) else value
-
-
-def _readable(attempt: ShownAttempt) -> dict[str, object]:
-    return {name: _visible(value) for name, value in attempt._asdict().items()}
 
 
 def _id_of(text: str) -> int | None:
@@ -220,7 +216,8 @@ class MessageAdmin(admin.ModelAdmin):
                 message, attempts = operator.show_message(number, with_values=may_act)
         except MessageNotFoundError:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        message = message.redacted(_names_of(message.topic))
+        names = _names_of(message.topic)
+        message, attempts = message.redacted(names), [attempt.redacted(names) for attempt in attempts]
         values = message._asdict() | {"waits": message.why_it_waits}
         for name in ("headers", "payload"):
             if not isinstance(values[name], str | None):
@@ -233,7 +230,7 @@ class MessageAdmin(admin.ModelAdmin):
             "media": self.media,
             "has_view_permission": True,
             "fields": [(name.replace("_", " "), _visible(value), name in _LINKS) for name, value in values.items()],
-            "attempts": [_readable(one.redacted(_names_of(message.topic))) for one in attempts],
+            "attempts": [{name: _visible(value) for name, value in one._asdict().items()} for one in attempts],
             "acts": [act for act in _ACTS.values() if may_act and message.state in act.states],
         }
         return TemplateResponse(request, "admin/pgoutbox/message/change_form.html", context)
