@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pgoutbox.clock import Duration, seconds_of
 from pgoutbox.errors import ConfigurationError
@@ -67,14 +67,9 @@ class RetryPolicy:
             raise ConfigurationError(f"max_attempts={max_attempts}: must be from 1 to 10000")
         if not 0 <= jitter <= 1:
             raise ConfigurationError(f"jitter={jitter}: must be from 0 to 1")
-        for name, value in (
-            ("max_attempts", max_attempts),
-            ("base_seconds", base_seconds),
-            ("cap_seconds", cap_seconds),
-            ("jitter", jitter),
-            ("step_seconds", step_seconds),
-        ):
-            object.__setattr__(self, name, value)
+        values = (max_attempts, base_seconds, cap_seconds, jitter, step_seconds)
+        for field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     def delay_seconds(self, attempt_count: int, *, retry_after: float | None = None) -> float:
         """Return the seconds to wait after attempt number `attempt_count` failed.
