@@ -63,6 +63,13 @@ class _Group(BaseModel):
         return value
 
 
+def _check_order(settings: BaseModel, low: str, high: str) -> None:
+    """Raise `ValueError` if the value at one path exceeds the value at another, of the same group of settings."""
+    least, most = (getattr(settings, path.rpartition(".")[2]) for path in (low, high))
+    if least > most:
+        raise ValueError(f"{variable_of(low)}={least:g} must not exceed {variable_of(high)}={most:g}")
+
+
 class SmtpSettings(_Group):
     """E-mail over SMTP, with the `mailto:` transport."""
 
@@ -171,11 +178,7 @@ class BreakerSettings(_Group):
 
     @model_validator(mode="after")
     def _check_cooldown(self) -> Self:
-        if self.cooldown_seconds > self.max_cooldown_seconds:
-            raise ValueError(
-                f"PGOUTBOX_BREAKER_COOLDOWN_SECONDS={self.cooldown_seconds:g} must not exceed "
-                f"PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS={self.max_cooldown_seconds:g}"
-            )
+        _check_order(self, "breaker.cooldown_seconds", "breaker.max_cooldown_seconds")
         return self
 
 
@@ -273,11 +276,7 @@ class WebSettings(_Group):
 
     @model_validator(mode="after")
     def _check_session(self) -> Self:
-        if self.session_idle_seconds > self.session_max_seconds:
-            raise ValueError(
-                f"PGOUTBOX_WEB_SESSION_IDLE_SECONDS={self.session_idle_seconds:g} must not exceed "
-                f"PGOUTBOX_WEB_SESSION_MAX_SECONDS={self.session_max_seconds:g}"
-            )
+        _check_order(self, "web.session_idle_seconds", "web.session_max_seconds")
         return self
 
 
@@ -476,11 +475,7 @@ class Settings(_Group, BaseSettings):
                 f"PGOUTBOX_LEASE_SECONDS={self.lease_seconds:g} must be at least three times "
                 f"PGOUTBOX_RENEW_SECONDS={self.renew_interval_seconds:g}, so that a renewal may fail twice"
             )
-        if self.listener_heartbeat_timeout_seconds > self.listener_heartbeat_seconds:
-            raise ValueError(
-                f"PGOUTBOX_LISTENER_HEARTBEAT_TIMEOUT_SECONDS={self.listener_heartbeat_timeout_seconds:g} must not "
-                f"exceed PGOUTBOX_LISTENER_HEARTBEAT_SECONDS={self.listener_heartbeat_seconds:g}"
-            )
+        _check_order(self, "listener_heartbeat_timeout_seconds", "listener_heartbeat_seconds")
         if 0 < self.maintenance_interval_seconds < 1:
             raise ValueError(
                 f"PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS={self.maintenance_interval_seconds:g} must be at least 1, or 0"
