@@ -577,7 +577,7 @@ def check_destinations(context: DoctorContext) -> Iterator[Finding]:
             "destination-without-transport",
             f"{what}, but {where}",
             "unless their handlers send by themselves, they wait until a worker has the transport",
-            f"{hint_for(scheme).removeprefix('; ') or 'check the spelling of the scheme, or add its transport'}, "
+            f"{hint_for(scheme) or 'check the spelling of the scheme, or add its transport'}, "
             "on the machines of the workers",
         )
     if waiting.keys() & {"https", "http"} and settings.webhook.secrets is None:

@@ -15,7 +15,7 @@ from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, scheme_of
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.brokers.events import CloudEvent
-from pgoutbox.transports.registry import is_configured
+from pgoutbox.transports.registry import is_configured, need_of
 from pgoutbox.transports.smtp.mail import Email, RawEmail
 from pgoutbox.transports.webhook.request import Webhook
 
@@ -51,16 +51,6 @@ class Lack(NamedTuple):
 
 _NOT_SET: Final = "is not set"
 _PLACEHOLDER: Final = "is a placeholder"
-# What a scheme needs to have a transport.
-_NEEDS: Final = {
-    "mailto": Lack("PGOUTBOX_SMTP_HOST", _NOT_SET),
-    "https": Lack("pgoutbox[webhook]", "is not installed"),
-    "apprise": Lack("PGOUTBOX_APPRISE_URLS", _NOT_SET),
-    "redis": Lack("PGOUTBOX_REDIS_URL", _NOT_SET),
-    "nats": Lack("PGOUTBOX_NATS_URL", _NOT_SET),
-    "rabbitmq": Lack("PGOUTBOX_RABBITMQ_URL", _NOT_SET),
-    "kafka": Lack("PGOUTBOX_KAFKA_SERVERS", _NOT_SET),
-}
 
 
 def is_placeholder(address: str) -> bool:
@@ -112,10 +102,10 @@ def _missing_transports(
         needed.setdefault(scheme_of(destination), set()).add(ALERT_TOPIC)
     if settings.smtp.sender is not None or settings.smtp.username is not None:
         needed.setdefault("mailto", set())
-    has_mail = is_configured("mailto", settings)
-    served = {*schemes, "mailto"} if has_mail else {*schemes}
-    for scheme in sorted(needed.keys() & _NEEDS.keys() - served):
-        yield _NEEDS[scheme]._replace(topics=tuple(sorted(needed[scheme])))
+    served = {*schemes, "mailto"} if is_configured("mailto", settings) else {*schemes}
+    for scheme in sorted(needed.keys() - served):
+        if (need := need_of(scheme)) is not None:
+            yield Lack(*need, tuple(sorted(needed[scheme])))
 
 
 def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]:

@@ -6,65 +6,59 @@ unconfigured transport is a `MissingTransport`, so that its messages wait like t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pkgutil import resolve_name
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from operator import attrgetter
 from typing import Final, NamedTuple, cast
 
+from pgoutbox import transports as classes
 from pgoutbox.message import Message, Outcome, Unavailable
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, variable_of
 from pgoutbox.transports import Content, Transport
 
 
 class _Automatic(NamedTuple):
-    """A transport that the settings configure: its class, whether they do, and the way to it."""
+    """A transport that the settings configure: its class, the setting that it needs, and another way to it."""
 
-    place: str
-    is_configured: Callable[[Settings], bool]
-    hint: str
+    kind: str
+    setting: str = ""
+    way: str = ""
+
+    @property
+    def hint(self) -> str:
+        """How to configure it."""
+        return self.way or f"set {variable_of(self.setting)}"
 
 
-def _has_webhooks() -> bool:
-    from pgoutbox.transports.webhook.transport import is_installed
-
-    return is_installed()
-
-
-_WEBHOOK: Final = "webhook:WebhookTransport"
-_LOG: Final = "smtp.log:LogTransport"
-_SENDMAIL: Final = "smtp.sendmail:SendmailTransport"
 _AUTOMATIC: Final[Mapping[str, _Automatic]] = {
-    "mailto": _Automatic(
-        "smtp:SmtpTransport",
-        lambda s: s.smtp.host is not None or s.sendmail is not None or s.mail.transport == "log",
-        "set PGOUTBOX_SMTP_HOST or PGOUTBOX_SENDMAIL",
-    ),
-    "apprise": _Automatic(
-        "apprise:AppriseTransport", lambda s: s.apprise_urls is not None, "set PGOUTBOX_APPRISE_URLS"
-    ),
-    "https": _Automatic(_WEBHOOK, lambda _: _has_webhooks(), "pip install 'pgoutbox[webhook]'"),
-    "http": _Automatic(
-        _WEBHOOK,
-        lambda s: _has_webhooks() and s.webhook.allow_http,
-        "use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
-    ),
-    "redis": _Automatic(
-        "brokers.redis_streams:RedisTransport", lambda s: s.redis.url is not None, "set PGOUTBOX_REDIS_URL"
-    ),
-    "nats": _Automatic(
-        "brokers.nats_jetstream:NatsTransport", lambda s: s.nats.url is not None, "set PGOUTBOX_NATS_URL"
-    ),
-    "rabbitmq": _Automatic(
-        "brokers.rabbitmq:RabbitMQTransport", lambda s: s.rabbitmq.url is not None, "set PGOUTBOX_RABBITMQ_URL"
-    ),
-    "kafka": _Automatic(
-        "brokers.kafka:KafkaTransport", lambda s: s.kafka.servers is not None, "set PGOUTBOX_KAFKA_SERVERS"
-    ),
+    "mailto": _Automatic("SmtpTransport", "smtp.host", "set PGOUTBOX_SMTP_HOST or PGOUTBOX_SENDMAIL"),
+    "apprise": _Automatic("AppriseTransport", "apprise_urls"),
+    "https": _Automatic("WebhookTransport", way="pip install 'pgoutbox[webhook]'"),
+    "http": _Automatic("WebhookTransport", "webhook.allow_http", "use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP"),
+    "redis": _Automatic("RedisTransport", "redis.url"),
+    "nats": _Automatic("NatsTransport", "nats.url"),
+    "rabbitmq": _Automatic("RabbitMQTransport", "rabbitmq.url"),
+    "kafka": _Automatic("KafkaTransport", "kafka.servers"),
 }
 
 
 def is_configured(scheme: str, settings: Settings) -> bool:
     """Whether a worker with these settings has a transport of its own for the scheme."""
-    return scheme in _AUTOMATIC and _AUTOMATIC[scheme].is_configured(settings)
+    match scheme:
+        case "mailto":
+            return settings.smtp.host is not None or settings.sendmail is not None or settings.mail.transport == "log"
+        case "https" | "http":
+            return find_spec("h11") is not None and (scheme == "https" or settings.webhook.allow_http)
+        case _:
+            return scheme in _AUTOMATIC and attrgetter(_AUTOMATIC[scheme].setting)(settings) is not None
+
+
+def need_of(scheme: str) -> tuple[str, str] | None:
+    """Return what the transport of a scheme needs, and the problem without it; None without such a transport."""
+    if scheme not in _AUTOMATIC:
+        return None
+    setting = _AUTOMATIC[scheme].setting
+    return (variable_of(setting), "is not set") if setting else ("pgoutbox[webhook]", "is not installed")
 
 
 def build(scheme: str, settings: Settings) -> Transport:
@@ -72,13 +66,12 @@ def build(scheme: str, settings: Settings) -> Transport:
 
     Raises `MissingExtraError` if its extra is not installed, and `ConfigurationError` if a setting is unusable.
     """
-    place = _AUTOMATIC[scheme].place
     if scheme == "mailto" and settings.mail.transport == "log":
-        place = _LOG
-    elif scheme == "mailto" and settings.sendmail is not None:
-        place = _SENDMAIL
-    kind = resolve_name(f"pgoutbox.transports.{place}")
-    return cast("Transport", kind(settings))
+        from pgoutbox.transports.smtp import LogTransport
+
+        return LogTransport(settings)
+    kind = "SendmailTransport" if scheme == "mailto" and settings.sendmail is not None else _AUTOMATIC[scheme].kind
+    return cast("Transport", getattr(classes, kind)(settings))
 
 
 def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
@@ -100,8 +93,8 @@ def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Tr
 
 
 def hint_for(scheme: str) -> str:
-    """Return how to configure the transport of a scheme, as the end of a sentence about a missing one."""
-    return f"; {_AUTOMATIC[scheme].hint}" if scheme in _AUTOMATIC else ""
+    """Return how to configure the transport of a scheme; empty without such a transport."""
+    return _AUTOMATIC[scheme].hint if scheme in _AUTOMATIC else ""
 
 
 class MissingTransport:
@@ -121,11 +114,9 @@ class MissingTransport:
 
     async def send(self, message: Message[object], content: Content) -> Outcome:  # noqa: ARG002 - nothing is sent
         """Return `Unavailable`, with the schemes of the worker's transports."""
-        scheme = self.schemes[0]
-        known = ", ".join(sorted(self._known)) or "none"
-        return Unavailable(
-            f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint_for(scheme)}"
-        )
+        scheme, known = self.schemes[0], ", ".join(sorted(self._known)) or "none"
+        hint = f"; {hint}" if (hint := hint_for(scheme)) else ""
+        return Unavailable(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""

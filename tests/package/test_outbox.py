@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -247,7 +248,7 @@ def test_https_is_served_by_webhooks_and_http_if_the_settings_allow_it(outbox: O
 def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgoutbox.transports.webhook.transport.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "h11", None)
     assert complete(outbox.transports, load_settings()) == {}
     with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[webhook\]'"):
         complete(outbox.transports, settings_with(webhook_secrets=make_secret()))

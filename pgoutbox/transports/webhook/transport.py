@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from pgoutbox.transports.webhook.connection import Answer, Connection
     from pgoutbox.transports.webhook.url_policy import Endpoint
 
-__all__ = ["Webhook", "WebhookTransport"]
-
 _telemetry = Telemetry(logging.getLogger("pgoutbox.transports.webhook"))
 
 IDLE_SECONDS = 30.0
@@ -53,11 +51,6 @@ _FORBIDDEN = 403
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
-def is_installed() -> bool:
-    """Whether the extra `webhook` is installed. Imports none of its packages."""
-    return find_spec("h11") is not None
-
-
 class WebhookTransport:
     """Sends `Webhook` to the URL that the message or the content names.
 
@@ -69,7 +62,7 @@ class WebhookTransport:
     """
 
     def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.time) -> None:
-        if not is_installed():
+        if find_spec("h11") is None:  # The first connection imports it.
             raise MissingExtraError("the webhook transport", "webhook")
         self._settings = settings.webhook
         self._clock = clock
