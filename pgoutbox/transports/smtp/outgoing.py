@@ -1,29 +1,23 @@
-"""What the SMTP transport and the sendmail transport share: the e-mail for the redirect that is on, and its senders."""
+"""The common part of the transports of e-mail: the e-mail for the redirect that is on, and its senders."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Permanent
+from pgoutbox.message import Message, Outcome, Permanent, Snooze, Unavailable
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.addresses import parse_mailbox
-from pgoutbox.transports.smtp.mail import (
-    NO_ENVELOPE_SENDER,
-    NO_SENDER,
-    Email,
-    RawEmail,
-    RenderedEmail,
-    render,
-)
+from pgoutbox.transports.redirect import Redirect, RedirectRules, covering
+from pgoutbox.transports.smtp.mail import Email, RawEmail, RenderedEmail, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgoutbox.settings import Settings, SmtpSettings
+    from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
-    from pgoutbox.transports.redirect import Redirect
 
 SLOWEST_BYTES_PER_SECOND: Final = 100_000
 """The timeout of a large content grows: the receiver answers after the last byte."""
@@ -35,8 +29,8 @@ class OutgoingMail:
     def __init__(
         self, email: Email | RawEmail, message: Message[object], settings: Settings, own_redirect: Redirect | None
     ) -> None:
-        self._email = email
-        self._message = message
+        self.email = email
+        self.message = message
         self._settings = settings
         self._own_redirect = own_redirect
         self._rendered: tuple[Redirect | None, RenderedEmail] | None = None
@@ -48,44 +42,82 @@ class OutgoingMail:
             redirect = await pass_gate() or self._own_redirect
             if self._rendered is not None and self._rendered[0] == redirect:
                 return self._rendered[1]
-            inputs = (self._email, self._message, self._settings, redirect)
+            inputs = (self.email, self.message, self._settings, redirect)
             # Encoding many megabytes takes so long that it would delay every other handler.
-            is_long = isinstance(self._email, RawEmail) or bool(self._email.attachments)
+            is_long = isinstance(self.email, RawEmail) or bool(self.email.attachments)
             mail = await asyncio.to_thread(render, *inputs) if is_long else render(*inputs)
             self._rendered = redirect, mail
 
 
-def sender_keys(breaker_key: str, content: Content, settings: SmtpSettings) -> Sequence[str]:
-    """Return the keys of the senders of an e-mail: see `SmtpTransport.part_keys`."""
-    if not isinstance(content, (Email, RawEmail)):
-        return ()
-    keys = []
-    if content.envelope_sender is not None:
-        domain = _address_in(content.envelope_sender).rpartition("@")[2]
-        keys.append(f"{breaker_key} sender {f'@{domain}' if domain else '<>'}")
-    if isinstance(content, Email) and content.sender not in (None, settings.sender):
-        keys.append(f"{breaker_key} sender {_address_in(content.sender)}")
-    elif isinstance(content, Email) or not keys:
-        keys.append(f"{breaker_key} sender PGOUTBOX_SMTP_SENDER")
-    return keys
+class MailTransport(ABC):
+    """A transport of `Email` and `RawEmail`. At most `smtp.connections` hand-overs run at once.
 
+    `_name` is its name in errors, `_breaker_key` the key of the server or program for all recipients.
+    """
 
-def missing_sender(content: Email | RawEmail, settings: SmtpSettings) -> str | None:
-    """Return the problem of an e-mail that needs the sender of the settings, if there is none."""
-    if settings.sender is not None:
-        return None
-    if isinstance(content, Email):
-        return NO_SENDER if content.sender is None else None
-    return NO_ENVELOPE_SENDER if content.envelope_sender is None else None
+    schemes: tuple[str, ...] = ("mailto",)
+    follows_redirect: bool = True
+    _name: str
+    _breaker_key: str
 
+    def __init__(self, settings: Settings) -> None:
+        if settings.smtp.sender is not None:
+            try:
+                parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.smtp.sender)
+            except Permanent as refusal:
+                raise ConfigurationError(refusal.error) from None
+        self._own_redirects = RedirectRules.of(settings.redirect).redirects()
+        self._settings = settings
+        self._smtp = settings.smtp
+        self._slots = asyncio.Semaphore(settings.smtp.connections)
 
-def check_sender(settings: SmtpSettings) -> None:
-    """Raise `ConfigurationError` for a sender of the settings that is not an address."""
-    if settings.sender is not None:
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the e-mail over, for all of its recipients or for none.
+
+        `Permanent` names the wrong field or the refusal. Without a sender it is `Unavailable`, until the setting
+        `smtp.sender` adds it. While a redirect is on, its receivers get the e-mail.
+        """
+        if not isinstance(content, (Email, RawEmail)):
+            return Permanent(f"content: the {self._name} transport sends an Email, not {type(content).__name__}")
+        mail = OutgoingMail(content, message, self._settings, covering(self._own_redirects, message.topic))
         try:
-            parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
-        except Permanent as refusal:
-            raise ConfigurationError(refusal.error) from None
+            await mail.pass_gate()
+            async with self._slots:
+                return await self._hand_over(mail)
+        except Unavailable as missing:
+            return Unavailable(missing.error, breaker=self.part_keys(message, content)[-1])
+        except (Permanent, Snooze) as refusal:
+            return refusal
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one for all
+        """Return the key of the server or program, for all recipients."""
+        return self._breaker_key
+
+    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:  # noqa: ARG002 - the content has it
+        """Return the keys of the senders: that of the envelope, if it is another one, and of the e-mail.
+
+        The sender of an e-mail is the one of the settings, or its own. The envelope senders of one domain share a key,
+        because VERP gives each e-mail a different one.
+        """
+        if not isinstance(content, (Email, RawEmail)):
+            return ()
+        keys = []
+        if content.envelope_sender is not None:
+            domain = _address_in(content.envelope_sender).rpartition("@")[2]
+            keys.append(f"{self._breaker_key} sender {f'@{domain}' if domain else '<>'}")
+        if isinstance(content, Email) and content.sender not in (None, self._smtp.sender):
+            keys.append(f"{self._breaker_key} sender {_address_in(content.sender)}")
+        elif isinstance(content, Email) or not keys:
+            keys.append(self._own_sender_key)
+        return keys
+
+    @property
+    def _own_sender_key(self) -> str:
+        return f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER"
+
+    @abstractmethod
+    async def _hand_over(self, mail: OutgoingMail) -> Outcome:
+        """Hand the e-mail over once, after `mail.pass_gate`, whose refusals it raises."""
 
 
 def _address_in(sender: object) -> str:

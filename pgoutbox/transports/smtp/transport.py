@@ -16,19 +16,11 @@ from logging import getLogger
 from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
-from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
-from pgoutbox.transports.redirect import RedirectRules, covering
-from pgoutbox.transports.smtp.mail import Attachment, Email, RawEmail, RenderedEmail
-from pgoutbox.transports.smtp.outgoing import (
-    SLOWEST_BYTES_PER_SECOND,
-    OutgoingMail,
-    check_sender,
-    missing_sender,
-    sender_keys,
-)
+from pgoutbox.transports.smtp.outgoing import SLOWEST_BYTES_PER_SECOND, MailTransport, OutgoingMail
 from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
 from pgoutbox.transports.tls import client_context
 
@@ -36,10 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pgoutbox.settings import Settings, SmtpSettings
-    from pgoutbox.transports import Content
     from pgoutbox.transports.smtp.dialogue import Dialogue
-
-__all__ = ["Attachment", "Email", "RawEmail", "SmtpTransport"]
+    from pgoutbox.transports.smtp.mail import RenderedEmail
 
 logger = getLogger("pgoutbox.transports.smtp")
 
@@ -54,7 +44,7 @@ _ELSEWHERE = "pgoutbox-doctor@example.com"
 _BUSY = (TimeoutError, ConnectionResetError, ConnectionAbortedError)
 
 
-class SmtpTransport:
+class SmtpTransport(MailTransport):
     """Sends `Email` and `RawEmail` through the SMTP server of the settings.
 
     One instance serves one event loop. At most `smtp.connections` connections are open at once. They are reused, unless
@@ -64,11 +54,14 @@ class SmtpTransport:
     password: the certificate and its host name are verified against the CAs of the system and of `smtp.ca_file`, or by
     `tls_context`.
 
+    Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
+    `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may be
+    a duplicate, with the same Message-ID.
+
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
 
-    schemes: tuple[str, ...] = ("mailto",)
-    follows_redirect: bool = True
+    _name = "SMTP"
 
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
@@ -76,55 +69,16 @@ class SmtpTransport:
         require_extra("aiosmtplib", "the SMTP transport")
         smtp = settings.smtp
         _check_settings(smtp)
-        self._own_redirects = RedirectRules.of(settings.redirect).redirects()
-        self._settings = settings
-        self._smtp = smtp
+        super().__init__(settings)
         has_tls = smtp.security != "none"
         self._tls_context = client_context(
             "SMTP", smtp.ca_file, "SECURITY", "starttls or tls", has_tls=has_tls, given=tls_context
         )
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
-        self._slots = asyncio.Semaphore(smtp.connections)
         self._ehlo_name = smtp.ehlo_name
         self._is_pipelined = True
         self._breaker_key = f"smtp:{smtp.host}:{_port_of(smtp)}"
-
-    async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Hand the e-mail over to the server, for all of its recipients or for none.
-
-        `Sent` means that the server has accepted it. `Permanent` names the wrong field or the server's refusal.
-        Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
-        `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
-        be a duplicate, with the same Message-ID. While a redirect is on, its receivers get the e-mail.
-        """
-        if not isinstance(content, (Email, RawEmail)):
-            return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
-        sender_keys = self.part_keys(message, content)
-        if (missing := missing_sender(content, self._smtp)) is not None:
-            return Unavailable(missing, breaker=sender_keys[-1])
-
-        mail = OutgoingMail(content, message, self._settings, covering(self._own_redirects, message.topic))
-        try:
-            await mail.pass_gate()
-            async with self._slots:
-                return await self._hand_over(mail)
-        except (Permanent, Unavailable, Snooze) as refusal:
-            return refusal
-        except _Failure as failure:
-            return failure.outcome(sender_keys)
-
-    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
-        """Return the server's key, for all recipients."""
-        return self._breaker_key
-
-    def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:  # noqa: ARG002 - the content has it
-        """Return the keys of the senders at this server: that of the envelope, if it is another one, and of the e-mail.
-
-        The sender of an e-mail is the one of the settings, or its own. The envelope senders of one domain share a key,
-        because VERP gives each e-mail a different one.
-        """
-        return sender_keys(self._breaker_key, content, self._smtp)
 
     async def check(self) -> Outcome:
         """Name the sender and two recipients as for an e-mail, and return the outcome. No content follows.
@@ -142,7 +96,7 @@ class SmtpTransport:
             finally:
                 await connection.quit()
         except _Failure as failure:
-            return failure.outcome((f"{self._breaker_key} sender PGOUTBOX_SMTP_SENDER",))
+            return failure.outcome((self._own_sender_key,))
         return Sent()
 
     async def aclose(self) -> None:
@@ -151,17 +105,22 @@ class SmtpTransport:
         await asyncio.gather(*(connection.quit() for connection in idle))
 
     async def _hand_over(self, mail: OutgoingMail) -> Outcome:
-        """Hand the e-mail over on an open connection or a new one. Raises `_Failure`."""
-        idle = self._take_idle()
-        if idle is not None:
-            try:
-                return await self._transact(idle, mail)
-            except _Failure as failure:
-                # Once MAIL was accepted, only the retry policy may start over.
-                if failure.step != "MAIL" or not failure.ends_connection:
-                    raise
-                logger.debug("an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value})
-        return await self._transact(await self._open(), mail)
+        """Hand the e-mail over on an open connection or a new one."""
+        try:
+            idle = self._take_idle()
+            if idle is not None:
+                try:
+                    return await self._transact(idle, mail)
+                except _Failure as failure:
+                    # Once MAIL was accepted, only the retry policy may start over.
+                    if failure.step != "MAIL" or not failure.ends_connection:
+                        raise
+                    logger.debug(
+                        "an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value}
+                    )
+            return await self._transact(await self._open(), mail)
+        except _Failure as failure:
+            return failure.outcome(self.part_keys(mail.message, mail.email))
 
     async def _transact(self, connection: _Connection, mail: OutgoingMail) -> Outcome:
         """Run one mail transaction. Keep the connection if its state is known, also after a cancellation."""
@@ -216,7 +175,6 @@ def _check_settings(settings: SmtpSettings) -> None:
         raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
     if settings.ehlo_name is not None and not is_host_name(settings.ehlo_name):
         raise ConfigurationError(f"PGOUTBOX_SMTP_EHLO_NAME={settings.ehlo_name!r}: is not a host name")
-    check_sender(settings)
 
 
 @dataclass(eq=False)
