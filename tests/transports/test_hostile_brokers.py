@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pgoutbox.message import SendFailure
-from pgoutbox.transports.brokers.broker import BrokerTransport
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
@@ -61,13 +60,13 @@ async def hostile(*answers: tuple[bytes, list[bytes]]) -> AsyncIterator[HostileB
         yield broker
 
 
-def transport_of(scheme: str, port: int) -> BrokerTransport[object]:
+def transport_of(scheme: str, port: int) -> RedisTransport | NatsTransport | RabbitMQTransport:
     given = {"broker_timeout_seconds": 5}
     if scheme == "redis":
-        return RedisTransport(settings_with(redis_url=f"redis://{HOST}:{port}", **given))  # type: ignore[return-value]
+        return RedisTransport(settings_with(redis_url=f"redis://{HOST}:{port}", **given))
     if scheme == "nats":
-        return NatsTransport(settings_with(nats_url=f"nats://{HOST}:{port}", **given))  # type: ignore[return-value]
-    return RabbitMQTransport(settings_with(rabbitmq_url=f"amqp://ann:x@{HOST}:{port}", **given))  # type: ignore[return-value]
+        return NatsTransport(settings_with(nats_url=f"nats://{HOST}:{port}", **given))
+    return RabbitMQTransport(settings_with(rabbitmq_url=f"amqp://ann:x@{HOST}:{port}", **given))
 
 
 NESTED = [b"*1\r\n" * 200_000]

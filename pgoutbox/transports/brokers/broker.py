@@ -24,14 +24,16 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
-class BrokerTransport(ABC, Generic[T]):
+class BrokerTransport(ABC, Generic[T, C]):
     """A transport that hands each event to a broker once; only the retry policy repeats.
 
-    `T` is the parsed destination, `_kind` its name, as in "topic". `_secrets` are never part of an error's text.
+    `T` is the parsed destination, `_kind` its name, as in "topic". `C` is the connection. `_refusals` are the errors of
+    refused credentials. `_secrets` are never part of an error's text.
     """
 
     schemes: tuple[str, ...]
     _kind: str
+    _refusals: tuple[type[Exception], ...] = ()
     _secrets: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings) -> None:
@@ -49,7 +51,11 @@ class BrokerTransport(ABC, Generic[T]):
         except (Permanent, Unavailable) as refusal:
             return refusal
         try:
-            return await self._publish(target, event)
+            connection = await self._connected(target)
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            return self._unconnected(error)
+        try:
+            return await self._publish(connection, target, event)
         except Snooze as refusal:
             return refusal
         except Exception as error:  # noqa: BLE001 - the event may have been accepted, whatever it was
@@ -70,14 +76,24 @@ class BrokerTransport(ABC, Generic[T]):
     async def check(self) -> Outcome:
         """Connect and sign in as for an event, and return the outcome."""
         try:
-            await self._check()
+            await self._probe(await self._connected(None))
         except Exception as error:  # noqa: BLE001 - as in `send`
-            return SendFailure(f"connect: {self._error_text(error)}", outage=True)
+            return self._unconnected(error)
         return Sent()
 
     @abstractmethod
-    async def _check(self) -> None:
-        """Connect and sign in as for an event. Raises the error."""
+    async def _connected(self, target: T | None) -> C:
+        """Return a connection for the target, or for a check, signed in. Raises the error, also that of a timeout."""
+
+    async def _probe(self, connection: C) -> None:
+        """Check that the connection works, if `_connected` does not."""
+
+    def _unconnected(self, error: Exception) -> Outcome:
+        text = f"connect: {self._error_text(error)}"
+        return Unavailable(text) if self._is_refused(error) else SendFailure(text, outage=True)
+
+    def _is_refused(self, error: Exception) -> bool:
+        return isinstance(error, self._refusals)
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -95,7 +111,7 @@ class BrokerTransport(ABC, Generic[T]):
         return f"{self.schemes[0]}:{self._kind} {target}"
 
     @abstractmethod
-    async def _publish(self, target: T, event: RenderedEvent) -> Outcome:
+    async def _publish(self, connection: C, target: T, event: RenderedEvent) -> Outcome:
         """Hand the event over once, after `pass_gate`. Raises errors after which the event may have been accepted."""
 
     def _error_text(self, error: BaseException) -> str:

@@ -47,7 +47,7 @@ _UNKNOWN_OUTCOMES: Final = (
 _REFUSED_TOPIC: Final = ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART", "TOPIC_AUTHORIZATION_FAILED")
 
 
-class KafkaTransport(BrokerTransport[str]):
+class KafkaTransport(BrokerTransport[str, "_Link"]):
     """Produces a `CloudEvent` to the topic that the destination names, `kafka:orders`.
 
     One instance serves one event loop.
@@ -73,6 +73,7 @@ class KafkaTransport(BrokerTransport[str]):
 
     schemes: tuple[str, ...] = ("kafka",)
     _kind: str = "topic"
+    _refusals: tuple[type[Exception], ...] = (PermissionError,)
 
     def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
         super().__init__(settings)
@@ -81,21 +82,18 @@ class KafkaTransport(BrokerTransport[str]):
         self._secrets = (password.get_secret_value(),) if password is not None else ()
         self._link: _Link | None = None
 
-    async def _check(self) -> None:
-        await asyncio.to_thread(self._ask_for_brokers)
-
-    def _ask_for_brokers(self) -> None:
-        reasons: list[str] = []
-        configuration = {**self._configuration, "error_cb": lambda error: reasons.append(error.str())}
+    async def _connected(self, target: str | None) -> _Link:
+        if self._link is None:
+            self._link = _Link(self._configuration, target)
+        link = self._link
         try:
-            producer = Producer(configuration, logger=_client_logger)
-            try:
-                producer.list_topics(timeout=self._seconds)
-            finally:
-                producer.poll(0)  # Only this call reports errors of the connections.
-        except KafkaException as error:
-            why = self._one_line(": ".join([error.args[0].str(), *reasons[:1]]))
-            raise ConnectionError(f"no broker within {self._seconds:g} s: {why}") from error
+            # A queued record may have been sent, so the producer gets no record before it has seen a broker.
+            async with asyncio.timeout(self._seconds):
+                await link.reached.wait()
+        except TimeoutError:
+            error = PermissionError if link.is_refused else ConnectionError
+            raise error(f"no broker within {self._seconds:g} s: {link.last_error or 'no answer'}") from None
+        return link
 
     async def aclose(self) -> None:
         """Stop the producer and drop its queue, which has only records of cancelled sends."""
@@ -109,22 +107,11 @@ class KafkaTransport(BrokerTransport[str]):
             raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
         return topic
 
-    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
+    async def _publish(self, connection: _Link, target: str, event: RenderedEvent) -> Outcome:
         headers = {**event.headers_with("ce_"), "ce_id": event.id, "content-type": event.content_type}
+        await pass_gate()
         try:
-            if self._link is None:
-                self._link = _Link(self._configuration, target)
-            link = self._link
-            try:
-                # A queued record may have been sent, so the producer gets no record before it has seen a broker.
-                async with asyncio.timeout(self._seconds):
-                    await link.reached.wait()
-            except TimeoutError:
-                reason = link.last_error or "no answer"
-                text = f"connect: no broker within {self._seconds:g} s: {self._one_line(reason)}"
-                return Unavailable(text) if link.is_refused else SendFailure(text, outage=True)
-            await pass_gate()
-            reported = link.produce(target, event, headers)
+            reported = connection.produce(target, event, headers)
         except BufferError:
             return Transient("produce: the producer's queue is full")
         except KafkaException as refused:
@@ -132,10 +119,9 @@ class KafkaTransport(BrokerTransport[str]):
         error = await reported
         if error is None:
             return Sent()
-        if error.fatal() and self._link is link:  # This producer is unusable; the next send starts another.
-            self._link = None
-            await asyncio.to_thread(link.close)
-        return self._refusal(target, error, last_error=link.last_error)
+        if error.fatal() and self._link is connection:  # This producer is unusable; the next send starts another.
+            await self.aclose()
+        return self._refusal(target, error, last_error=connection.last_error)
 
     def _refusal(
         self, topic: str, error: KafkaError, *, is_local: bool = False, last_error: str | None = None
@@ -158,9 +144,9 @@ class KafkaTransport(BrokerTransport[str]):
 class _Link:
     """A producer, and the thread in which it reports the delivery of each record."""
 
-    def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
+    def __init__(self, configuration: Mapping[str, str | int | bool], topic: str | None) -> None:
         self.reached = asyncio.Event()
-        """Set permanently after a broker has answered a query about this topic."""
+        """Set permanently after a broker has answered a query about this topic, or about all topics."""
         self.last_error: str | None = None
         self.is_refused = False
         """Whether a broker refused the credentials in its last error."""

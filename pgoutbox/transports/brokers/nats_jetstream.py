@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import ParseResult, SplitResult, quote, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.text import one_line
 from pgoutbox.transports import pass_gate
 from pgoutbox.transports.brokers.broker import MAX_ANSWER_BYTES, BrokerTransport, SharedConnection
@@ -47,7 +47,7 @@ _UNENCODED: Final = string.punctuation.replace('"', "").replace("%", "")
 _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
-class NatsTransport(BrokerTransport[str]):
+class NatsTransport(BrokerTransport[str, "_Connection"]):
     """Publishes a `CloudEvent` to the subject that the destination names, `nats:orders.placed`. One instance serves one
     event loop.
 
@@ -90,14 +90,9 @@ class NatsTransport(BrokerTransport[str]):
         )
         self._connection: SharedConnection[_Connection] = SharedConnection(self._connect, lambda link: link.is_open)
 
-    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
-        try:
-            async with asyncio.timeout(self._seconds):
-                connection = await self._connection.get()
-        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            text = f"connect: {self._error_text(error)}"
-            return Unavailable(text) if _AUTHORIZATION.search(str(error)) else SendFailure(text, outage=True)
-        return await self._publish_on(connection, target, event)
+    async def _connected(self, target: str | None) -> _Connection:  # noqa: ARG002 - one for all subjects
+        async with asyncio.timeout(self._seconds):
+            return await self._connection.get()
 
     def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - NATS has no keys of messages
         """Return the subject to publish to: no wildcard, and none of NATS's system subjects."""
@@ -113,10 +108,11 @@ class NatsTransport(BrokerTransport[str]):
             raise Permanent("destination: the subject is one of NATS itself")
         return subject
 
-    async def _check(self) -> None:
-        async with asyncio.timeout(self._seconds):
-            connection = await self._connection.get()
-            await connection.client.flush(timeout=max(1, int(self._seconds)))
+    def _is_refused(self, error: Exception) -> bool:
+        return _AUTHORIZATION.search(str(error)) is not None
+
+    async def _probe(self, connection: _Connection) -> None:
+        await connection.client.flush(timeout=max(1, int(self._seconds)))
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -142,21 +138,21 @@ class NatsTransport(BrokerTransport[str]):
             )
         return connection
 
-    async def _publish_on(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
+    async def _publish(self, connection: _Connection, target: str, event: RenderedEvent) -> Outcome:
         headers = {**_headers(event), "Nats-Msg-Id": event.id, "Content-Type": event.content_type}
         size, limit = _size(headers, event.content), connection.client.max_payload
         if size > limit:  # The server would end the connection, and with it other sends in progress.
             return Permanent(f"event.data: {size} bytes with their headers are more than the server's {limit}")
         await pass_gate()
         try:
-            await connection.publish(subject, event.content, headers, self._seconds)
+            await connection.publish(target, event.content, headers, self._seconds)
         except NoStreamResponseError:
-            return Unavailable(f"no stream has the subject {one_line(subject)!r}", breaker=self._target_key(subject))
+            return Unavailable(f"no stream has the subject {one_line(target)!r}", breaker=self._target_key(target))
         except APIError as error:
             text = f"publish: {one_line(error.description or '')} ({error.err_code})"
             return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
         except PermissionError as error:
-            return Unavailable(f"publish: {self._error_text(error)}", breaker=self._target_key(subject))
+            return Unavailable(f"publish: {self._error_text(error)}", breaker=self._target_key(target))
         return Sent()
 
 

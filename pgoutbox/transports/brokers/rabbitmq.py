@@ -63,7 +63,7 @@ class _Address(NamedTuple):
         return f"{self.exchange_breaker} routing key {self.routing_key or '(none)'}"
 
 
-class RabbitMQTransport(BrokerTransport[_Address]):
+class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
     """Publishes a `CloudEvent` to the exchange and with the routing key that the destination names,
     `rabbitmq:orders/order.placed`.
 
@@ -90,6 +90,7 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     """
 
     schemes: tuple[str, ...] = ("rabbitmq",)
+    _refusals: tuple[type[Exception], ...] = _REFUSED_CREDENTIALS
 
     def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
         super().__init__(settings)
@@ -121,22 +122,17 @@ class RabbitMQTransport(BrokerTransport[_Address]):
     def _target_keys(self, target: _Address) -> Sequence[str]:
         return target.exchange_breaker, target.route_breaker
 
-    async def _publish(self, target: _Address, event: RenderedEvent) -> Outcome:
-        # Only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare Exception, and
-        # errors of its codec have no common class.
-        try:
-            async with asyncio.timeout(self._seconds):
-                connection = await self._connection.get()
-        except Exception as error:  # noqa: BLE001 - every error of connecting is transient
-            text = f"connect: {self._error_text(error)}"
-            return Unavailable(text) if isinstance(error, _REFUSED_CREDENTIALS) else SendFailure(text, outage=True)
+    async def _connected(self, target: _Address | None) -> AbstractConnection:  # noqa: ARG002 - one for all exchanges
+        async with asyncio.timeout(self._seconds):
+            return await self._connection.get()
+
+    async def _publish(self, connection: AbstractConnection, target: _Address, event: RenderedEvent) -> Outcome:
         if len(event.content) < _LARGE_BYTES:
             return await self._publish_with_others(target, event)
         return await self._publish_alone(connection, target, event)
 
-    async def _check(self) -> None:
-        async with asyncio.timeout(self._seconds):
-            await self._open_channel("")
+    async def _probe(self, connection: AbstractConnection) -> None:
+        await self._open_channel("", connection)
 
     async def aclose(self) -> None:
         """Close the connection and its channels."""

@@ -37,7 +37,10 @@ except ImportError:
     raise MissingExtraError("the Redis transport", "redis") from None
 
 if TYPE_CHECKING:
+    from redis.asyncio.connection import AbstractConnection
+
     from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
 
 __all__ = ["RedisTransport"]
 
@@ -45,7 +48,7 @@ __all__ = ["RedisTransport"]
 _SERVER_FAULTS = (BusyLoadingError, ClusterDownError, OutOfMemoryError)
 
 
-class RedisTransport(BrokerTransport[str]):
+class RedisTransport(BrokerTransport[str, "AbstractConnection"]):
     """Appends a `CloudEvent` to the stream that the destination names, `redis:orders`.
 
     One instance serves one event loop.
@@ -70,6 +73,7 @@ class RedisTransport(BrokerTransport[str]):
 
     schemes: tuple[str, ...] = ("redis",)
     _kind: str = "stream"
+    _refusals: tuple[type[Exception], ...] = (AuthenticationError,)
 
     def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
         super().__init__(settings)
@@ -99,52 +103,52 @@ class RedisTransport(BrokerTransport[str]):
     def _target(self, message: Message[object], key: str | None) -> str:  # noqa: ARG002 - Redis has no keys of entries
         return parse_name(message)
 
-    async def _publish(self, target: str, event: RenderedEvent) -> Outcome:
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """See `BrokerTransport`. Wait for a free connection first."""
         async with self._slots:
-            return await self._append(target, event)
+            return await super().send(message, content)
 
-    async def _check(self) -> None:
-        async with asyncio.timeout(self._seconds):
-            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
+    async def _connected(self, target: str | None) -> AbstractConnection:  # noqa: ARG002 - one for all streams
         try:
             async with asyncio.timeout(self._seconds):
-                await connection.send_command("PING")
-                await connection.read_response(disconnect_on_error=True)
-        finally:
-            await self._pool.release(connection)
+                connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
+                return connection
+        except TimeoutError as error:
+            if not self._has_tls:
+                raise
+            # A Redis without TLS reads it as an incomplete command, and waits.
+            raise ConnectionError(f"{self._error_text(error)}; {IS_IT_TLS}") from None
+
+    async def _probe(self, connection: AbstractConnection) -> None:
+        await self._run(connection, "PING")
 
     async def aclose(self) -> None:
         """Close every connection."""
         await self._pool.disconnect()
 
-    async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
+    async def _publish(self, connection: AbstractConnection, target: str, event: RenderedEvent) -> Outcome:
         fields: list[str | bytes] = ["id", event.id, "content-type", event.content_type, "data", event.content]
         for name, value in event.headers_with("ce-").items():
             fields += [name, value]
         try:
-            async with asyncio.timeout(self._seconds):
-                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
-        except AuthenticationError as error:
-            return Unavailable(f"connect: {self._error_text(error)}")
-        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            text = f"connect: {self._error_text(error)}"
-            if self._has_tls and isinstance(error, TimeoutError):
-                text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
-            return SendFailure(text, outage=True)
-        try:
-            await pass_gate()
-            async with asyncio.timeout(self._seconds):
-                await connection.send_command("XADD", stream, "*", *fields)
-                # Without an answer it closes the connection, so that a late answer is not read as the answer of the
-                # next command.
-                await connection.read_response(disconnect_on_error=True)
+            await self._run(connection, "XADD", target, "*", *fields)
         except AuthenticationError as error:  # Redis demands a password, and none is set.
             return Unavailable(f"XADD: {self._error_text(error)}")
         except (ResponseError, *_SERVER_FAULTS) as error:
-            return self._refusal(stream, error)
+            return self._refusal(target, error)
+        return Sent()
+
+    async def _run(self, connection: AbstractConnection, *command: str | bytes) -> None:
+        """Run a command after `pass_gate`, and give the connection back."""
+        try:
+            await pass_gate()
+            async with asyncio.timeout(self._seconds):
+                await connection.send_command(*command)
+                # Without an answer it closes the connection, so that a late answer is not read as the answer of the
+                # next command.
+                await connection.read_response(disconnect_on_error=True)
         finally:
             await self._pool.release(connection)
-        return Sent()
 
     def _refusal(self, stream: str, error: RedisError) -> Outcome:
         text = f"XADD: {self._error_text(error)}"
