@@ -37,7 +37,7 @@ from pgoutbox.observability.measures import (
 )
 from pgoutbox.settings import Settings
 
-PATIENCE_SECONDS: Final = 3.0
+_PATIENCE_SECONDS: Final = 3.0
 _SHARE: Final = 20
 _QUEUES: Final = 100_000
 _ROWS: Final = 100_000
@@ -85,22 +85,28 @@ class Backlog:
                 ).start()
             return self._last
 
+    def reading(self) -> Reading:
+        """Return the reading of `ask`, or `NO_READING` if it takes more than three seconds."""
+        try:
+            return self.ask().result(_PATIENCE_SECONDS)
+        except TimeoutError:
+            return NO_READING
+
     def _is_good(self, reading: Reading) -> bool:
         return reading.age_seconds < max(self._settings.metrics.cache_seconds, _SHARE * reading.seconds)
 
     def _read_into(self, future: Future[Reading]) -> None:
         began_at = time.monotonic()
+        samples = None
         try:
             samples = self._read()
         except (psycopg.Error, PgOutboxError, OSError):
-            # The worker's log has the reason: it uses the same database.
-            future.set_result(Reading(is_up=False, read_at=time.monotonic(), seconds=time.monotonic() - began_at))
+            pass  # The worker's log has the reason: it uses the same database.
         except BaseException as error:
             future.set_exception(error)
             raise
-        else:
-            ended_at = time.monotonic()
-            future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
+        ended_at = time.monotonic()
+        future.set_result(Reading(samples is not None, samples or {}, read_at=ended_at, seconds=ended_at - began_at))
 
     def _read(self) -> dict[Metric, list[Sample]]:
         names = {

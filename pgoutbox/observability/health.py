@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -40,12 +39,6 @@ def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> 
     return reasons
 
 
-@dataclass(frozen=True, slots=True)
-class _Ping:
-    asked_at: float
-    answered: threading.Event = field(default_factory=threading.Event)
-
-
 class LoopWatch:
     """Checks from other threads whether an event loop is blocked. Costs nothing between checks."""
 
@@ -53,25 +46,22 @@ class LoopWatch:
         self._loop = loop
         self._limit_seconds = limit_seconds
         self._turn = threading.Lock()
-        self._ping: _Ping | None = None
+        self._asked_at = 0.0
+        self._answered: threading.Event | None = None
 
     def reason_not_alive(self) -> str | None:
         """Return a reason if the loop is blocked, that is, if a check waits for longer than the limit; else None."""
         with self._turn:
-            if self._ping is None:
-                self._ping = _Ping(time.monotonic())
+            if self._answered is None or self._answered.is_set():
+                answered = threading.Event()
                 try:
-                    self._loop.call_soon_threadsafe(self._note, self._ping)
+                    self._loop.call_soon_threadsafe(answered.set)
                 except RuntimeError:
                     return "the event loop is closed"
-            ping = self._ping
-        if not ping.answered.wait(_ANSWER_SECONDS):
-            waited = time.monotonic() - ping.asked_at
+                self._asked_at, self._answered = time.monotonic(), answered
+            asked_at, answered = self._asked_at, self._answered
+        if not answered.wait(_ANSWER_SECONDS):
+            waited = time.monotonic() - asked_at
             if waited > self._limit_seconds:
                 return f"the event loop has been blocked for {waited:.0f} s"
         return None
-
-    def _note(self, ping: _Ping) -> None:
-        with self._turn:
-            self._ping = None
-        ping.answered.set()

@@ -46,6 +46,10 @@ class Metric(NamedTuple):
         return f"pgoutbox_{self.name}_total" if self.kind is Kind.COUNTER else f"pgoutbox_{self.name}"
 
 
+def _gauge(name: str, meaning: str) -> Metric:
+    return Metric(name, Kind.GAUGE, (), meaning)
+
+
 _SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0,
 )  # fmt: skip
@@ -81,28 +85,6 @@ ABANDONED: Final = Metric(
     "abandoned", Kind.COUNTER, (), "Attempts whose handler still ran in its thread after its timeout."
 )
 
-IN_FLIGHT: Final = Metric("in_flight", Kind.GAUGE, (), "Messages that this worker has claimed and not finished.")
-SLOTS: Final = Metric("slots", Kind.GAUGE, (), "Maximum number of concurrent attempts, less the abandoned slots.")
-SLOTS_BUSY: Final = Metric("slots_busy", Kind.GAUGE, (), "Messages in running handlers.")
-SLOTS_ABANDONED: Final = Metric(
-    "slots_abandoned", Kind.GAUGE, (), "Slots of handlers that still run after their timeout."
-)
-LISTENER_UP: Final = Metric("listener_up", Kind.GAUGE, (), "1 while the listener is connected. Absent when polling.")
-DATABASE_UP: Final = Metric("database_up", Kind.GAUGE, (), "1 while the database answers this worker.")
-HELD_IN_COPY: Final = Metric(
-    "held_in_copy", Kind.GAUGE, (), "1 while the worker claims nothing because the database is a copy."
-)
-LAST_POLL: Final = Metric("last_poll_seconds", Kind.GAUGE, (), "Time since the worker last polled for messages.")
-LAST_CLAIM: Final = Metric(
-    "last_claim_seconds", Kind.GAUGE, (), "Time since the worker last claimed a message. Absent before the first."
-)
-OUTCOMES_REFUSED: Final = Metric(
-    "outcomes_refused", Kind.GAUGE, (), "Messages whose outcome the database refuses to write; the worker tries again."
-)
-BREAKERS_OPEN: Final = Metric(
-    "breakers_open", Kind.GAUGE, (), "Open circuit breakers, as far as this worker knows."
-)  # fmt: skip
-
 MESSAGES: Final = Metric(
     "messages", Kind.GAUGE, ("topic", "queue", "state"),
     "Messages in the database that are due, scheduled, sending or failed. Absent if counting takes two seconds.",
@@ -122,8 +104,8 @@ LATELY_FAILED: Final = Metric(
     "lately_failed", Kind.GAUGE, ("topic", "queue"),
     "Messages that failed permanently within the last hour and are still failed.",
 )  # fmt: skip
-MAINTENANCE_AGE: Final = Metric(
-    "maintenance_age_seconds", Kind.GAUGE, (), "Time since the last successful turn of maintenance of any worker."
+MAINTENANCE_AGE: Final = _gauge(
+    "maintenance_age_seconds", "Time since the last successful turn of maintenance of any worker."
 )
 BREAKERS: Final = Metric(
     "breakers", Kind.GAUGE, ("scheme", "state"),
@@ -133,16 +115,32 @@ REDIRECTS: Final = Metric(
     "redirects", Kind.GAUGE, ("source",),
     "Redirects that are on: 1 if an operator has switched one on, and the workers with PGOUTBOX_REDIRECT_TO.",
 )  # fmt: skip
-BACKLOG_UP: Final = Metric(
-    "backlog_up", Kind.GAUGE, (), "1 if the gauges of the database could be read; otherwise they are absent."
-)
-BACKLOG_AGE: Final = Metric("backlog_age_seconds", Kind.GAUGE, (), "Time since the gauges of the database were read.")
-BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "Duration of reading the gauges of the database.")
+BACKLOG_UP: Final = _gauge("backlog_up", "1 if the gauges of the database could be read; otherwise they are absent.")
+BACKLOG_AGE: Final = _gauge("backlog_age_seconds", "Time since the gauges of the database were read.")
+BACKLOG_READ: Final = _gauge("backlog_read_seconds", "Duration of reading the gauges of the database.")
+
+_GAUGES: Final = {
+    "in_flight": _gauge("in_flight", "Messages that this worker has claimed and not finished."),
+    "slots": _gauge("slots", "Maximum number of concurrent attempts, less the abandoned slots."),
+    "busy": _gauge("slots_busy", "Messages in running handlers."),
+    "abandoned": _gauge("slots_abandoned", "Slots of handlers that still run after their timeout."),
+    "is_listener_up": _gauge("listener_up", "1 while the listener is connected. Absent when polling."),
+    "is_database_up": _gauge("database_up", "1 while the database answers this worker."),
+    "is_copy": _gauge("held_in_copy", "1 while the worker claims nothing because the database is a copy."),
+    "polled_seconds_ago": _gauge("last_poll_seconds", "Time since the worker last polled for messages."),
+    "claimed_seconds_ago": _gauge(
+        "last_claim_seconds", "Time since the worker last claimed a message. Absent before the first."
+    ),
+    "outcomes_refused": _gauge(
+        "outcomes_refused", "Messages whose outcome the database refuses to write; the worker tries again."
+    ),
+    "breakers_open": _gauge("breakers_open", "Open circuit breakers, as far as this worker knows."),
+}
+"""The gauges of a worker, by the field of `WorkerStatus`."""
 
 WORKER_METRICS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
-    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, HELD_IN_COPY, LAST_POLL, LAST_CLAIM,
-    OUTCOMES_REFUSED, BREAKERS_OPEN,
+    *_GAUGES.values(),
 )  # fmt: skip
 DATABASE_METRICS: Final = (
     MESSAGES, OLDEST_DUE, OLDEST_UNDELIVERED, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
@@ -191,21 +189,15 @@ class Distribution:
         self.sum += sum(values[bisect_right(values, 0.0) :])
 
 
-class LabelSet:
-    """The names that may be labels: the first `most` names. All further ones become `other`."""
+class LabelSet(dict[str, str]):
+    """The label of each name: the first `most` names themselves, and `other` for all further ones."""
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
-        self._known: dict[str, str] = {}
 
-    def label(self, name: str) -> str:
-        """Return the name, or `other`."""
-        label = self._known.get(name)
-        if label is not None:
-            return label
-        if len(self._known) >= self._most:
-            return OTHER
-        return self._known.setdefault(name, name)
+    def __missing__(self, name: str) -> str:
+        return self.setdefault(name, name) if len(self) < self._most else OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +252,17 @@ class Measures:
     def answered(self, queues: Iterable[str]) -> None:
         """Count an answered claim statement, which has read these queues."""
         for queue in queues:
-            self._counts[CLAIMS.name][self._queues.label(queue),] += 1
+            self._counts[CLAIMS.name][self._queues[queue],] += 1
 
     def claimed(self, messages: Iterable[tuple[str, str]], *, at: float) -> None:
         """Count messages of these topics and queues that were claimed for an attempt."""
         for (topic, queue), count in Counter(messages).items():
-            self._counts[CLAIMED.name][self._topics.label(topic), self._queues.label(queue)] += count
+            self._counts[CLAIMED.name][self._topics[topic], self._queues[queue]] += count
             self.claimed_at = at
 
     def unattempted(self, topic: str, queue: str, outcome: str) -> None:
         """Count a message that ended without an attempt at its claim."""
-        self._counts[UNATTEMPTED.name][self._topics.label(topic), self._queues.label(queue), outcome] += 1
+        self._counts[UNATTEMPTED.name][self._topics[topic], self._queues[queue], outcome] += 1
 
     def attempted(self, attempts: Iterable[Attempted]) -> None:
         """Count attempts that have ended, by the times of the event loop."""
@@ -289,7 +281,7 @@ class Measures:
     def _add(self, name: str, seconds: Mapping[str, list[float]]) -> None:
         distributions = self._seconds[name]
         for topic, values in seconds.items():
-            label = self._topics.label(topic)
+            label = self._topics[topic]
             if label not in distributions:
                 distributions[label] = Distribution(_BUCKETS[name])
             distributions[label].add(values)
@@ -301,11 +293,11 @@ class Measures:
         """Count messages that were finished as sent."""
         counts = self._counts[ATTEMPTS.name]
         for (topic, queue), count in Counter([(message.topic, message.queue) for message in messages]).items():
-            counts[self._topics.label(topic), self._queues.label(queue), State.SENT.value] += count
+            counts[self._topics[topic], self._queues[queue], State.SENT.value] += count
 
     def ended(self, message: Message[object], outcome: str) -> None:
         """Count one attempt with another outcome."""
-        self._counts[ATTEMPTS.name][self._topics.label(message.topic), self._queues.label(message.queue), outcome] += 1
+        self._counts[ATTEMPTS.name][self._topics[message.topic], self._queues[message.queue], outcome] += 1
 
     def samples(self, metric: Metric) -> list[Sample]:
         """Return the values of a counter of messages."""
@@ -326,19 +318,7 @@ class WatchedWorker(NamedTuple):
     def reader(self) -> Callable[[Metric], Iterable[Sample]]:
         """Return a function that returns the values of a counter or gauge. All values have the same time."""
         status, counts = self.status(), self.event_counts()
-        gauges: dict[Metric, float | None] = {
-            IN_FLIGHT: status.in_flight,
-            SLOTS: status.slots,
-            SLOTS_BUSY: status.busy,
-            SLOTS_ABANDONED: status.abandoned,
-            LISTENER_UP: status.is_listener_up,
-            DATABASE_UP: status.is_database_up,
-            HELD_IN_COPY: status.is_copy,
-            LAST_POLL: status.polled_seconds_ago,
-            LAST_CLAIM: status.claimed_seconds_ago,
-            OUTCOMES_REFUSED: status.outcomes_refused,
-            BREAKERS_OPEN: status.breakers_open,
-        }
+        gauges = {metric: getattr(status, name) for name, metric in _GAUGES.items()}
         known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
             EVENTS: [Sample((event,), count) for event, count in counts.items()],
             LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],

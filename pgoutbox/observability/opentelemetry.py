@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import TimeoutError as NotYetError
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog
+from pgoutbox.observability.backlog import Backlog
 from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind, Metric, Sample, WatchedWorker
+from pgoutbox.settings import Settings
 
 
 def is_set_up() -> bool:
@@ -22,13 +22,13 @@ def is_set_up() -> bool:
 class Exporter:
     """Exports the counts of a worker to the application's meter provider, until `stop`."""
 
-    def __init__(self, worker: WatchedWorker, backlog: Backlog | None) -> None:
+    def __init__(self, worker: WatchedWorker, settings: Settings) -> None:
         self._worker = worker
-        self._backlog = backlog
+        self._backlog = Backlog(settings) if settings.metrics.backlog else None
         self._is_open = True
         meter = metrics.get_meter("pgoutbox")
         histograms = {}
-        for metric in (*WORKER_METRICS, *(DATABASE_METRICS if backlog is not None else ())):
+        for metric in (*WORKER_METRICS, *(DATABASE_METRICS if self._backlog is not None else ())):
             name, unit = f"pgoutbox.{metric.name}", "s" if metric.name.endswith("_seconds") else "1"
             match metric.kind:
                 case Kind.COUNTER:
@@ -64,8 +64,4 @@ class Exporter:
     def _samples(self, metric: Metric) -> Iterable[Sample]:
         if self._backlog is None or metric in WORKER_METRICS:
             return self._worker.reader()(metric)
-        try:
-            reading = self._backlog.ask().result(PATIENCE_SECONDS)
-        except NotYetError:
-            reading = NO_READING
-        return reading.samples_of(metric)
+        return self._backlog.reading().samples_of(metric)

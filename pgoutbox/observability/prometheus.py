@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgoutbox.errors import MissingExtraError
-from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog, Reading
+from pgoutbox.observability.backlog import Backlog, Reading
 from pgoutbox.observability.measures import (
     DATABASE_METRICS,
     WORKER_METRICS,
@@ -55,13 +55,9 @@ class Exposition:
         status, content_type, body = await exposition.answer(request.headers.get("accept"))
     """
 
-    def __init__(
-        self, settings: Settings, *, worker: WatchedWorker | None = None, backlog: Backlog | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, *, worker: WatchedWorker | None = None) -> None:
         self._worker = worker
-        if backlog is None and settings.metrics.backlog:
-            backlog = Backlog(settings)
-        self._backlog = backlog
+        self._backlog = Backlog(settings) if settings.metrics.backlog else None
 
     async def answer(self, accept: str | None = None) -> Page:
         """Return the metrics in the format that the header `Accept` requests: OpenMetrics or Prometheus text."""
@@ -69,12 +65,7 @@ class Exposition:
 
     def answer_blocking(self, accept: str | None = None) -> Page:
         """Do the same as `answer`, without an event loop."""
-        reading = None
-        if self._backlog is not None:
-            try:
-                reading = self._backlog.ask().result(PATIENCE_SECONDS)
-            except TimeoutError:
-                reading = NO_READING
+        reading = None if self._backlog is None else self._backlog.reading()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Snapshot(self._families(reading)))
         encoder, content_type = choose_encoder(accept or "")

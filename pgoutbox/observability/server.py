@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
 
@@ -26,7 +26,7 @@ from pgoutbox.settings import Settings, parse_address
 if TYPE_CHECKING:
     from pgoutbox.observability.http_server import HttpServer
     from pgoutbox.observability.opentelemetry import Exporter
-    from pgoutbox.observability.prometheus import Exposition, Page
+    from pgoutbox.observability.prometheus import Page
 
 _STALLED_SECONDS: Final = 15.0
 _ANCHOR_SECONDS: Final = 30.0
@@ -35,45 +35,42 @@ _MAX_ROUND_TRIP_SECONDS: Final = 0.05
 _ServerTime = Callable[[], Awaitable[datetime]]
 
 
-class ObservedWorker(Protocol):
-    """The observable part of a worker."""
-
-    def status(self) -> WorkerStatus:
-        """Return the current state of the worker. Any thread may call it."""
-        ...
-
-
 class TelemetryServer:
     """Observes one worker within `async with`. With `serves` it listens on `metrics.address` and notifies systemd.
 
-    Raises `ConfigurationError` if the address is not available, and `MissingExtraError` without the needed extra.
+    Any thread may call `status`, which returns the current state of the worker. Raises `ConfigurationError` if the
+    address is not available, and `MissingExtraError` without the needed extra.
     """
 
-    def __init__(self, worker: ObservedWorker, settings: Settings, telemetry: Telemetry, *, serves: bool) -> None:
-        self._worker = worker
+    def __init__(
+        self, status: Callable[[], WorkerStatus], settings: Settings, telemetry: Telemetry, *, serves: bool
+    ) -> None:
+        self._status = status
         self._settings = settings
         self._telemetry = telemetry
         self._serves = serves
         self._server: HttpServer | None = None
         self._exporter: Exporter | None = None
-        self._exposition: Exposition | None = None
-        self._loop_watch: LoopWatch | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int | None:
-        """The address of the pages, while they are served."""
+        """The port of the pages, while they are served."""
         return None if self._server is None else self._server.port
 
     async def __aenter__(self) -> Self:
         address = self._settings.metrics.address if self._serves else None
         exports = self._settings.otel.metrics and _is_otel_set_up()
-        if address is not None or exports:
-            self._telemetry.measures = Measures(max_label_values=self._settings.metrics.max_label_values)
+        if address is None and not exports:
+            return self
+        measures = self._telemetry.measures = Measures(max_label_values=self._settings.metrics.max_label_values)
+        worker = WatchedWorker(measures, self._status, self._event_counts)
         if address is not None:
-            self._start_server(*parse_address(address))
+            self._server = self._start_server(worker, *parse_address(address))
         if exports:
-            self._start_exporter()
+            from pgoutbox.observability.opentelemetry import Exporter
+
+            self._exporter = Exporter(worker, self._settings)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -84,52 +81,34 @@ class TelemetryServer:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    def _start_server(self, host: str, port: int) -> None:
+    def _start_server(self, worker: WatchedWorker, host: str, port: int) -> HttpServer:
         from pgoutbox.observability.http_server import HttpServer
-        from pgoutbox.observability.prometheus import Exposition
+        from pgoutbox.observability.prometheus import Exposition, Page
 
-        if (measures := self._telemetry.measures) is not None:
-            self._exposition = Exposition(self._settings, worker=self._watched(measures))
-        self._loop_watch = LoopWatch(asyncio.get_running_loop(), limit_seconds=_STALLED_SECONDS)
-        server = HttpServer(host, port, self.answer)
+        exposition = Exposition(self._settings, worker=worker)
+        watch = LoopWatch(asyncio.get_running_loop(), limit_seconds=_STALLED_SECONDS)
+
+        def answer(path: str, accept: str | None) -> Page | None:
+            if path == "/metrics":
+                return exposition.answer_blocking(accept)
+            if path not in ("/livez", "/readyz"):
+                return None
+            status = self._status()
+            reasons = [reason for reason in (watch.reason_not_alive(), status.failure) if reason]
+            if path == "/readyz":
+                reasons += reasons_not_ready(status, poll_interval_seconds=self._settings.poll_interval_seconds)
+            text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
+            return Page(503 if reasons else 200, "text/plain; charset=utf-8", text.encode())
+
+        server = HttpServer(host, port, answer)
         server.start()
-        self._server = server
-        self._telemetry.report(
-            logging.INFO, LogEvent.METRICS_SERVED, "metrics and probes are served", address=f"{host}:{server.port}"
-        )
-
-    def _start_exporter(self) -> None:
-        from pgoutbox.observability.backlog import Backlog
-        from pgoutbox.observability.opentelemetry import Exporter
-
-        if (measures := self._telemetry.measures) is not None:
-            backlog = Backlog(self._settings) if self._settings.metrics.backlog else None
-            self._exporter = Exporter(self._watched(measures), backlog)
-
-    def _watched(self, measures: Measures) -> WatchedWorker:
-        return WatchedWorker(measures, self._worker.status, self._event_counts)
+        address = f"{host}:{server.port}"
+        self._telemetry.report(logging.INFO, LogEvent.METRICS_SERVED, "metrics and probes are served", address=address)
+        return server
 
     def _event_counts(self) -> Mapping[str, int]:
         # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
         return {event.value: self._telemetry.counts[event] for event in LogEvent}
-
-    # --- pages --------------------------------------------------------------------------------------------------------
-
-    def answer(self, path: str, accept: str | None) -> Page | None:
-        """Return the page of a path. Called on a thread of the server."""
-        match path:
-            case "/metrics" if self._exposition is not None:
-                return self._exposition.answer_blocking(accept)
-            case "/livez" | "/readyz" if self._loop_watch is not None:
-                status = self._worker.status()
-                reasons = [reason for reason in (self._loop_watch.reason_not_alive(), status.failure) if reason]
-                if path == "/readyz":
-                    reasons += reasons_not_ready(status, poll_interval_seconds=self._settings.poll_interval_seconds)
-                return _verdict(reasons)
-            case _:
-                return None
-
-    # --- at work ------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def at_work(self, server_time: _ServerTime) -> AsyncIterator[None]:
@@ -175,13 +154,6 @@ async def _feed(seconds: float) -> None:
     while True:
         systemd.notify(WATCHDOG=1)
         await asyncio.sleep(seconds)
-
-
-def _verdict(reasons: list[str]) -> Page:
-    from pgoutbox.observability.prometheus import Page
-
-    text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
-    return Page(503 if reasons else 200, "text/plain; charset=utf-8", text.encode())
 
 
 def _is_otel_set_up() -> bool:

@@ -41,9 +41,6 @@ def _is_loaded() -> bool:
     return "opentelemetry.trace" in sys.modules
 
 
-# --- enqueue ----------------------------------------------------------------------------------------------------------
-
-
 class Producing:
     """The enqueuing of messages. Without a span, `context` is empty and nothing is recorded."""
 
@@ -112,9 +109,6 @@ def current_context() -> Mapping[str, str]:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier
-
-
-# --- delivery ---------------------------------------------------------------------------------------------------------
 
 
 class Tracing:

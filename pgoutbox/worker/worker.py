@@ -169,7 +169,7 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[WorkerRun]:
         async with TelemetryServer(
-            self, self._setup.settings, self.telemetry, serves=not ends_by_itself
+            self.status, self._setup.settings, self.telemetry, serves=not ends_by_itself
         ) as self.telemetry_server:
             run = self._run = self._new_run(ends_by_itself=ends_by_itself)
             async with run.at_work(), self.telemetry_server.at_work(run.state.store.server_time):
