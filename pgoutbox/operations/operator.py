@@ -80,7 +80,7 @@ from pgoutbox.operations.records import (
 from pgoutbox.operations.window import Window
 from pgoutbox.options import check_name
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_target, check_topics
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_topics, parse_target
 
 BATCH_SIZE: Final = 500
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
@@ -683,7 +683,7 @@ class Operator:
         invalid target, duration or topic, and `StateError` during a blackout.
         """
         try:
-            check_target(target)
+            parse_target("target", target)
             check_topics(topics, exempt_topics)
         except ConfigurationError as error:
             raise ArgumentError(*str(error).split(": ", 1)) from None

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from email.headerregistry import Address
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Postponed, ReasonCode
@@ -26,21 +26,10 @@ if TYPE_CHECKING:
 REDIRECT_SECONDS = 2.0
 """How long a worker may rely on what it has read of an operator's redirect. So long a switch takes at most."""
 
-_TO = "PGOUTBOX_REDIRECT_TO"
-_EXEMPT = "PGOUTBOX_REDIRECT_EXEMPT"
-_EXEMPT_TOPICS = "PGOUTBOX_REDIRECT_EXEMPT_TOPICS"
 _MAX_LOCAL_BYTES = 64
 _MAX_PAUSE_SECONDS = 300.0
 _MAX_TOPICS: Final = 50
 _TOPICS: Final = re.compile(NAME.pattern + r"\*?")
-
-
-class Switch(NamedTuple):
-    """A redirect that an operator has switched on: its target and its lists of topics."""
-
-    target: str
-    topics: tuple[str, ...] = ()
-    exempt_topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +45,44 @@ class RedirectRules:
         """Return the rules of the settings. Raises `ConfigurationError` for an invalid setting."""
         exempt = frozenset(_exemption(text) for text in _items(settings.exempt))
         exempt_topics = _items(settings.exempt_topics)
-        _check_topics(_EXEMPT_TOPICS, exempt_topics)
+        _check_topics("PGOUTBOX_REDIRECT_EXEMPT_TOPICS", exempt_topics)
         rules = cls(settings.to, exempt, tuple(exempt_topics))
         rules.redirects()
         return rules
 
-    def redirects(self, switched: Switch | None = None, *, blackout: str | None = None) -> tuple[Redirect, ...]:
-        """Return the redirects that are on: an operator's, and then that of the settings. See `covering`.
+    def redirects(
+        self,
+        target: str | None = None,
+        topics: Collection[str] | None = None,
+        exempt_topics: Collection[str] | None = None,
+        blackout: str | None = None,
+    ) -> tuple[Redirect, ...]:
+        """Return the redirects that are on: an operator's to `target`, and then that of the settings. See `covering`.
 
         `blackout` is the name of the one that forbids to redirect now. Raises `ConfigurationError` for a target that is
         not an address, or `@` and a domain, and for a topic that cannot be one.
         """
         found = []
-        if switched is not None:
-            check_topics(switched.topics, switched.exempt_topics)
-            target, topics, exempt_topics = switched
-            exempt_topics = (*exempt_topics, *self.exempt_topics)
-            found.append(Redirect(target, _target("target", target), self, blackout, topics, exempt_topics))
+        if target is not None:
+            check_topics(topics or (), exempt_topics or ())
+            address, exempt_here = parse_target("target", target), (*(exempt_topics or ()), *self.exempt_topics)
+            found.append(Redirect(target, address, self.exempt, blackout, tuple(topics or ()), exempt_here))
         if self.to is not None:
-            found.append(Redirect(self.to, _target(_TO, self.to), self, blackout, (), self.exempt_topics))
+            address = parse_target("PGOUTBOX_REDIRECT_TO", self.to)
+            found.append(Redirect(self.to, address, self.exempt, blackout, (), self.exempt_topics))
         return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """A redirect that is on: its target, an address or `@` and a domain, the rules of the worker, and the blackout.
+    """A redirect that is on: its target, an address or `@` and a domain, the exempt recipients, and the blackout.
 
     With `topics` it covers only those. An entry is a topic, or the beginning of topics and `*`.
     """
 
     target: str
     address: Address
-    rules: RedirectRules
+    exempt: frozenset[str]
     blackout: str | None = None
     topics: tuple[str, ...] = ()
     exempt_topics: tuple[str, ...] = ()
@@ -113,7 +108,7 @@ class Redirect:
     def is_exempt(self, box: Mailbox) -> bool:
         """Whether this recipient is exempt from the redirect."""
         address = box.address
-        return not self.rules.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
+        return not self.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
 
     def apply(self, box: Mailbox) -> Mailbox:
         """Return the mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
@@ -147,11 +142,6 @@ def redirected_mail(topics: Sequence[str] | None, exempt_topics: Sequence[str] |
     return f"{mail} except that of {', '.join(exempt_topics)}" if exempt_topics else mail
 
 
-def check_target(target: str) -> None:
-    """Raise `ConfigurationError` for a target that is not an address, or `@` and a domain."""
-    _target("target", target)
-
-
 def check_topics(topics: Collection[str], exempt_topics: Collection[str]) -> None:
     """Raise `ConfigurationError` for a list with an entry that is not a topic, or the beginning of one and `*`."""
     _check_topics("topics", topics)
@@ -176,7 +166,8 @@ def _is_listed(topic: str, entries: Iterable[str]) -> bool:
     return any(topic.startswith(entry[:-1]) if entry.endswith("*") else topic == entry for entry in entries)
 
 
-def _target(name: str, target: str) -> Address:
+def parse_target(name: str, target: str) -> Address:
+    """Return the address; for `@` and a domain one of the domain. Raises `ConfigurationError` for another target."""
     # The longest name for a redirected address must fit before the domain.
     address = _address(name, "x" * _MAX_LOCAL_BYTES + target if target.startswith("@") else target)
     # The rule of pgoutbox.set_redirect: no display name, and ASCII alone.
@@ -197,7 +188,7 @@ def _address(name: str, text: str) -> Address:
 
 
 def _exemption(text: str) -> str:
-    address = _address(_EXEMPT, f"x{text}" if text.startswith("@") else text)
+    address = _address("PGOUTBOX_REDIRECT_EXEMPT", f"x{text}" if text.startswith("@") else text)
     return (f"@{address.domain}" if text.startswith("@") else address.addr_spec).lower()
 
 

@@ -21,7 +21,7 @@ from pgoutbox.message import Message, Outcome, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
-from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, Switch, covering, held_back
+from pgoutbox.transports.redirect import REDIRECT_SECONDS, Redirect, RedirectRules, covering, held_back
 
 _REFRESH_SECONDS = 1.0
 
@@ -104,8 +104,9 @@ class Redirects:
         asked_at = self._clock()
         try:
             target, topics, exempt_topics, blackout = await self._store.read_redirect()
-            switched = None if target is None else Switch(target, tuple(topics or ()), tuple(exempt_topics or ()))
-            redirects = self._rules.redirects(switched, blackout=blackout)
+            redirects = self._rules.redirects(
+                target, tuple(topics or ()), tuple(exempt_topics or ()), blackout=blackout
+            )
         except (psycopg.Error, OSError, ConfigurationError) as error:
             self._note_unknown(error)
             raise RedirectUnknownError(f"not sent: the redirect is unknown: {type(error).__name__}") from error

@@ -19,7 +19,7 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
 from pgoutbox.settings import load_settings
 from pgoutbox.transports import current_gate, pass_gate
-from pgoutbox.transports.redirect import RedirectRules, Switch, check_target
+from pgoutbox.transports.redirect import RedirectRules, parse_target
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.redirects import Redirects
@@ -257,7 +257,7 @@ def test_an_operator_can_set_exactly_the_targets_that_workers_accept(
     db: psycopg.Connection, target: str, *, is_accepted: bool
 ) -> None:
     with nullcontext() if is_accepted else pytest.raises(ConfigurationError, match="target: "):
-        check_target(target)
+        parse_target("target", target)
     with nullcontext() if is_accepted else pytest.raises(psycopg.errors.InvalidParameterValue, match="target: must be"):
         db.execute("SELECT pgoutbox.set_redirect(%s)", (target,))
     assert db.execute("SELECT target FROM pgoutbox.redirect").fetchall() == [(target,)] * is_accepted
@@ -544,7 +544,7 @@ async def test_nothing_is_handed_over_while_the_switch_cannot_be_read(
 
 async def test_an_email_that_waited_for_a_connection_follows_a_redirect_of_the_meantime(inbox: Inbox) -> None:
     settings = load_settings(smtp={key.removeprefix("smtp_"): v for key, v in mail_settings(inbox.port).items()})
-    (switched,) = RedirectRules.of(settings.redirect).redirects(Switch(TESTER))
+    (switched,) = RedirectRules.of(settings.redirect).redirects(TESTER)
     answers = iter([None, None])
 
     async def current() -> object:
