@@ -67,12 +67,12 @@ class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
     """Publishes a `CloudEvent` to the exchange and with the routing key that the destination names,
     `rabbitmq:orders/order.placed`.
 
-    One instance serves one event loop. The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue
-    `invoices`, through the default exchange. An event is persistent and has the properties `message_id` and
-    `content_type`, and the event's own headers. In binary mode the attributes are headers with the prefix
-    `cloudEvents:`. All sends share one connection, with a channel for each exchange, because a refusal by RabbitMQ ends
-    the channel. The next send reopens a broken connection or channel. With `amqps:` nothing is sent in plain text, and
-    the certificate and its host name are verified.
+    The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue `invoices`, through the default
+    exchange. An event is persistent and has the properties `message_id` and `content_type`, and the event's own
+    headers. In binary mode the attributes are headers with the prefix `cloudEvents:`. All sends share one connection,
+    with a channel for each exchange, because a refusal by RabbitMQ ends the channel. The next send reopens a broken
+    connection or channel. With `amqps:` nothing is sent in plain text, and the certificate and its host name are
+    verified.
 
     | RabbitMQ | outcome |
     |---|---|
@@ -127,9 +127,23 @@ class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
             return await self._connection.get()
 
     async def _publish(self, connection: AbstractConnection, target: _Address, event: RenderedEvent) -> Outcome:
-        if len(event.content) < _LARGE_BYTES:
-            return await self._publish_with_others(target, event)
-        return await self._publish_alone(connection, target, event)
+        is_alone = len(event.content) >= _LARGE_BYTES
+        try:
+            if is_alone:
+                channel = await self._open_channel(target.exchange, connection)
+            else:
+                channel = await self._shared_channel(target.exchange)
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            text = f"exchange {one_line(target.exchange)!r}: {self._error_text(error)}"
+            is_refused = isinstance(error, _REFUSED_EXCHANGE)
+            return Unavailable(text, breaker=target.exchange_breaker) if is_refused else Transient(text)
+        try:
+            return await self._publish_on(channel, target, event)
+        finally:
+            if is_alone:
+                # The outcome of the event is known here. (A closed channel raises RuntimeError.)
+                with suppress(amqp.AMQPError, OSError, RuntimeError):
+                    await channel.close()
 
     async def _probe(self, connection: AbstractConnection) -> None:
         await self._open_channel("", connection)
@@ -148,38 +162,16 @@ class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
             factory = _Transport(has_tls=self._tls_context is not None)
             return await aiormq.connect(self._url, context=self._tls_context, transport_factory=factory)
 
-    async def _publish_with_others(self, address: _Address, event: RenderedEvent) -> Outcome:
-        channels = self._channels.get(address.exchange)
+    async def _shared_channel(self, exchange: str) -> AbstractChannel:
+        channels = self._channels.get(exchange)
         if channels is None:
-            channels = SharedConnection(lambda: self._open_channel(address.exchange), _is_open)
-            self._channels[address.exchange] = channels
+            channels = self._channels[exchange] = SharedConnection(lambda: self._open_channel(exchange), _is_open)
         try:
-            channel = await channels.get()
-        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            if self._channels.get(address.exchange) is channels:  # Channels of unknown names must not accumulate.
-                del self._channels[address.exchange]
-            return self._no_channel(address, error)
-        return await self._publish_on(channel, address, event)
-
-    async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
-        try:
-            channel = await self._open_channel(address.exchange, connection)
-        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            return self._no_channel(address, error)
-        try:
-            return await self._publish_on(channel, address, event)
-        except amqp.ChannelPreconditionFailed as error:
-            return Permanent(f"event.data: {self._error_text(error)}")
-        finally:
-            # The outcome of the event is known here. (A closed channel raises RuntimeError.)
-            with suppress(amqp.AMQPError, OSError, RuntimeError):
-                await channel.close()
-
-    def _no_channel(self, address: _Address, error: Exception) -> Outcome:
-        text = f"exchange {one_line(address.exchange)!r}: {self._error_text(error)}"
-        if isinstance(error, _REFUSED_EXCHANGE):
-            return Unavailable(text, breaker=address.exchange_breaker)
-        return Transient(text)
+            return await channels.get()
+        except Exception:
+            if self._channels.get(exchange) is channels:  # Channels of unknown names must not accumulate.
+                del self._channels[exchange]
+            raise
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
         """Open a channel with confirms, and check that the exchange exists."""
@@ -190,7 +182,7 @@ class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
             return channel
 
     async def _publish_on(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
-        """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
+        """Publish and wait for the confirmation."""
         properties = Basic.Properties(
             message_id=event.id,
             content_type=event.content_type,
@@ -213,9 +205,9 @@ class RabbitMQTransport(BrokerTransport[_Address, "AbstractConnection"]):
             return Unavailable(text, breaker=address.route_breaker)
         except amqp.DeliveryError:
             return Transient("publish: refused by a queue (nack)")
-        except amqp.ChannelPreconditionFailed:
+        except amqp.ChannelPreconditionFailed as error:
             if len(event.content) >= _LARGE_BYTES:
-                raise
+                return Permanent(f"event.data: {self._error_text(error)}")
             return SendFailure("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
         except _REFUSED_EXCHANGE as error:
             return self._refusal(address, error)
