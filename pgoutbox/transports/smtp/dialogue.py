@@ -17,15 +17,16 @@ _MAX_UNREAD_BYTES = 1 << 20  # A thousand recipients may be refused at once.
 
 
 class Dialogue(asyncio.Protocol):
-    """The two sides of one connection. Raises the errors of aiosmtplib.
+    """The two sides of one connection. Raises the errors of aiosmtplib. `seconds` is the usual timeout of a reply.
 
     `outstanding_count` is the number of commands that were sent ahead and whose replies are still to be read.
     """
 
-    def __init__(self, transport: asyncio.BaseTransport | None) -> None:
+    def __init__(self, transport: asyncio.BaseTransport | None, *, seconds: float) -> None:
         if transport is None or transport.is_closing():
             raise aiosmtplib.SMTPServerDisconnected("Connection lost")
         self._transport = cast("asyncio.Transport", transport)
+        self._seconds = seconds
         self._received = bytearray()
         self._is_over = False
         self._loop = asyncio.get_running_loop()
@@ -43,7 +44,7 @@ class Dialogue(asyncio.Protocol):
         self._transport.write(b"".join(commands))
         self.outstanding_count = len(commands)
 
-    async def ask(self, command: bytes, *expected: int, seconds: float) -> None:
+    async def ask(self, command: bytes, *expected: int, seconds: float | None = None) -> None:
         """Send a command or the content, unless it was sent ahead. Raise an error for any other code of the reply."""
         if not self.outstanding_count:
             if self._received:  # It would count as the reply to the content.
@@ -53,10 +54,10 @@ class Dialogue(asyncio.Protocol):
         if code not in expected:
             raise aiosmtplib.SMTPResponseException(code, text)
 
-    async def reply(self, seconds: float) -> tuple[int, str]:
+    async def reply(self, seconds: float | None = None) -> tuple[int, str]:
         """Return the code and the text of the next reply, which must be complete within this time."""
         self.outstanding_count = max(0, self.outstanding_count - 1)
-        until = self._loop.time() + seconds
+        until = self._loop.time() + (self._seconds if seconds is None else seconds)
         lines: list[bytes] = []
         begin = 0
         while not lines or lines[-1][3:4] == b"-":

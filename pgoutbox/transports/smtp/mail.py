@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 MAX_RECIPIENT_COUNT = 1_000
 MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
 MAX_RAW_BYTES = 50 * 1024 * 1024
-NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_SENDER is not set"
-NO_ENVELOPE_SENDER = "raw_email.envelope_sender: none is given, and PGOUTBOX_SMTP_SENDER is not set"
 
 # RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
 _MAX_LINE_LENGTH = 998
@@ -111,7 +109,7 @@ class Email:
             _mailboxes("email.to", self.to)
         for name in ("cc", "bcc", "reply_to"):
             _mailboxes(f"email.{name}", getattr(self, name))
-        _envelope_sender("email", self.envelope_sender, None)
+        _envelope_sender("email", self.envelope_sender)
         if self.text is None and self.html is None:
             raise Permanent("email.text: neither text nor html is given")
 
@@ -132,11 +130,8 @@ class Email:
         envelope_sender: str | None = None,
     ) -> Self:
         """Return an e-mail with subject, text and HTML from templates, by `Templates.render`."""
-        subject, text, html = templates.render(name, context)
         return cls(
-            subject=subject,
-            text=text,
-            html=html,
+            **templates.render(name, context)._asdict(),
             to=to,
             sender=sender,
             cc=cc,
@@ -177,7 +172,7 @@ class RawEmail:
     def __post_init__(self) -> None:
         if self.to is not None:
             _mailboxes("raw_email.to", self.to)
-        _envelope_sender("raw_email", self.envelope_sender, None)
+        _envelope_sender("raw_email", self.envelope_sender)
 
     @property
     def scheme(self) -> str:
@@ -210,7 +205,10 @@ def render(
     """
     if isinstance(email, RawEmail):
         return _render_raw(email, message, settings, redirect)
-    sender = _sender(email, settings.smtp)
+    if email.sender is None:
+        sender = _own_sender("email.sender", settings.smtp)
+    else:
+        sender = parse_mailbox("email.sender", email.sender)
     envelope_sender = _envelope_sender("email", email.envelope_sender, sender)
     to, cc, bcc = _recipients(email, message)
     originals: list[str] = []
@@ -218,8 +216,7 @@ def render(
         to, cc, bcc, originals = _redirected(redirect, message, to, cc, bcc)
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
-    recipients = [*to, *cc, *bcc]
-    smtputf8_problem = _smtputf8_problem([*shown, *bcc, *_listed(envelope_sender)])
+    smtputf8_problem = _smtputf8_problem([*shown, *bcc, *envelope_sender])
 
     utf8 = smtputf8_problem is not None
     named = (("From", [sender]), ("To", to), ("Cc", cc), ("Reply-To", reply_to))
@@ -232,8 +229,8 @@ def render(
         head.append(_header(_ORIGINAL_RECIPIENTS, ", ".join(originals), utf8=utf8))
     head.extend(_own_headers(email.headers, utf8=utf8))
     return RenderedEmail(
-        sender=_address(envelope_sender),
-        recipients=tuple(dict.fromkeys(box.address.addr_spec for box in recipients)),
+        sender="".join(_addresses(envelope_sender)),
+        recipients=_addresses([*to, *cc, *bcc]),
         content=b"".join(head) + _body(email, utf8=utf8),
         smtputf8_problem=smtputf8_problem,
     )
@@ -242,12 +239,10 @@ def render(
 def _render_raw(
     email: RawEmail, message: Message[object], settings: Settings, redirect: Redirect | None
 ) -> RenderedEmail:
-    default = None
     if email.envelope_sender is None:
-        if settings.smtp.sender is None:
-            raise Unavailable(NO_ENVELOPE_SENDER)
-        default = parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.smtp.sender)
-    envelope_sender = _envelope_sender("raw_email", email.envelope_sender, default)
+        envelope_sender = [_own_sender("raw_email.envelope_sender", settings.smtp)]
+    else:
+        envelope_sender = _envelope_sender("raw_email", email.envelope_sender)
     to = _mailboxes("raw_email.to", email.to) if email.to is not None else _destination(message)
     if not to:
         raise Permanent("raw_email.to: no recipient, and the message has no destination with mailto")
@@ -260,10 +255,10 @@ def _render_raw(
         if originals:
             data = _header(_ORIGINAL_RECIPIENTS, ", ".join(originals), utf8=False) + data
     return RenderedEmail(
-        sender=_address(envelope_sender),
-        recipients=tuple(dict.fromkeys(box.address.addr_spec for box in to)),
+        sender="".join(_addresses(envelope_sender)),
+        recipients=_addresses(to),
         content=data,
-        smtputf8_problem=smtputf8_problem or _smtputf8_problem([*to, *_listed(envelope_sender)]),
+        smtputf8_problem=smtputf8_problem or _smtputf8_problem([*to, *envelope_sender]),
         is_8bit=not data.isascii(),
     )
 
@@ -299,37 +294,32 @@ def _checked_data(data: object) -> bytes:
     return data
 
 
-def _envelope_sender(kind: str, value: object, default: Mailbox | None) -> Mailbox | None:
-    """Return the address that gets bounces. None: nobody gets them."""
+def _own_sender(field: str, settings: SmtpSettings) -> Mailbox:
+    """Return the sender of the settings, for an e-mail that has none in this field."""
+    if settings.sender is None:
+        raise Unavailable(f"{field}: none is given, and PGOUTBOX_SMTP_SENDER is not set")
+    return parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
+
+
+def _envelope_sender(kind: str, value: object, *default: Mailbox) -> list[Mailbox]:
+    """Return the address that gets bounces; empty if nobody gets them."""
     if value is None:
-        return default
+        return [*default]
     if value == "":
-        return None
+        return []
     box = parse_mailbox(f"{kind}.envelope_sender", value)
     if "<" in str(value):
         raise Permanent(f"{kind}.envelope_sender: must be an address without a name and without <>")
-    return box
+    return [box]
 
 
-def _address(box: Mailbox | None) -> str:
-    return "" if box is None else box.address.addr_spec
-
-
-def _listed(box: Mailbox | None) -> list[Mailbox]:
-    return [] if box is None else [box]
+def _addresses(boxes: Sequence[Mailbox]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(box.address.addr_spec for box in boxes))
 
 
 def _smtputf8_problem(boxes: Sequence[Mailbox]) -> str | None:
     field_name = next((box.field for box in boxes if not box.address.username.isascii()), None)
     return None if field_name is None else f"{field_name}: is not ASCII before @"
-
-
-def _sender(email: Email, settings: SmtpSettings) -> Mailbox:
-    if email.sender is not None:
-        return parse_mailbox("email.sender", email.sender)
-    if settings.sender is None:
-        raise Unavailable(NO_SENDER)
-    return parse_mailbox("PGOUTBOX_SMTP_SENDER", settings.sender)
 
 
 def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:

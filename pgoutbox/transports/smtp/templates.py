@@ -78,20 +78,16 @@ class Templates:
         line and the name. A subject of several lines is also `Permanent`. A missing or unreadable template is
         `Transient`: the messages wait for a deployment with the template.
         """
-        found = {suffix: self._find(f"{name}{suffix}") for suffix in (".subject.txt", ".txt", ".html")}
-        subject_template = found[".subject.txt"]
+        subject_template, *bodies = (self._find(f"{name}{suffix}") for suffix in (".subject.txt", ".txt", ".html"))
         if subject_template is None:
             raise Transient(f"template {name}.subject.txt: not found")
-        if found[".txt"] is None and found[".html"] is None:
+        if bodies == [None, None]:
             raise Transient(f"template {name}.txt: not found, and {name}.html neither")
         subject = _render(subject_template, context).strip()
         if len(subject.splitlines()) != 1:
             raise Permanent(f"template {name}.subject.txt: gives no subject of one line")
-        return RenderedTemplates(
-            subject=subject,
-            text=_render_if_found(found[".txt"], context),
-            html=_render_if_found(found[".html"], context),
-        )
+        text, html = (None if template is None else _render(template, context) for template in bodies)
+        return RenderedTemplates(subject, text, html)
 
     def _find(self, file: str) -> jinja2.Template | None:
         import jinja2
@@ -102,10 +98,6 @@ class Templates:
             return None
         except jinja2.TemplateSyntaxError as error:
             raise _unreadable(error) from None
-
-
-def _render_if_found(template: jinja2.Template | None, context: Mapping[str, object]) -> str | None:
-    return None if template is None else _render(template, context)
 
 
 def _render(template: jinja2.Template, context: Mapping[str, object]) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import ssl
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from logging import getLogger
 from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, require_extra
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
-from pgoutbox.observability.events import LogEvent
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import one_line
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.smtp.outgoing import SLOWEST_BYTES_PER_SECOND, MailTransport, OutgoingMail
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pgoutbox.transports.smtp.dialogue import Dialogue
     from pgoutbox.transports.smtp.mail import RenderedEmail
 
-logger = getLogger("pgoutbox.transports.smtp")
+_telemetry = Telemetry(logging.getLogger("pgoutbox.transports.smtp"))
 
 _DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
 _QUIT_SECONDS = 2.0
@@ -47,12 +47,11 @@ _BUSY = (TimeoutError, ConnectionResetError, ConnectionAbortedError)
 class SmtpTransport(MailTransport):
     """Sends `Email` and `RawEmail` through the SMTP server of the settings.
 
-    One instance serves one event loop. At most `smtp.connections` connections are open at once. They are reused, unless
-    they were idle for longer than `idle_seconds`, or the server has refused something other than a recipient or the
-    e-mail: only new connections see its repaired settings. A connection that is dead before the server accepts MAIL is
-    replaced; after that nothing is repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no
-    password: the certificate and its host name are verified against the CAs of the system and of `smtp.ca_file`, or by
-    `tls_context`.
+    At most `smtp.connections` connections are open at once. They are reused, unless they were idle for longer than
+    `idle_seconds`, or the server has refused something other than a recipient or the e-mail: only new connections see
+    its repaired settings. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
+    repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no password: the certificate and
+    its host name are verified against the CAs of the system and of `smtp.ca_file`, or by `tls_context`.
 
     Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
     `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may be
@@ -115,9 +114,8 @@ class SmtpTransport(MailTransport):
                     # Once MAIL was accepted, only the retry policy may start over.
                     if failure.step != "MAIL" or not failure.ends_connection:
                         raise
-                    logger.debug(
-                        "an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value}
-                    )
+                    text = "an idle connection had died"
+                    _telemetry.report(logging.DEBUG, LogEvent.SMTP_CONNECTION_REPLACED, text)
             return await self._transact(await self._open(), mail)
         except _Failure as failure:
             return failure.outcome(self.part_keys(mail.message, mail.email))
@@ -158,7 +156,7 @@ class SmtpTransport(MailTransport):
             raise
         # Resolving the own host name can take seconds; once is enough.
         self._ehlo_name = connection.ehlo_name
-        logger.debug("connection opened", extra={"event": LogEvent.SMTP_CONNECTION_OPENED.value})
+        _telemetry.report(logging.DEBUG, LogEvent.SMTP_CONNECTION_OPENED, "connection opened")
         return connection
 
 
@@ -271,7 +269,7 @@ class _Connection:
                 await self._client.ehlo()
         await self._authenticate()
         with self._step("connect"):
-            self._dialogue = Dialogue(self._client.transport)
+            self._dialogue = Dialogue(self._client.transport, seconds=self._settings.timeout_seconds)
         self.is_ready = True
 
     async def _authenticate(self) -> None:
@@ -326,7 +324,7 @@ class _Connection:
 
     async def _mail(self, sender: str, command: bytes) -> None:
         with self._step("MAIL", sender=sender):
-            await self._ask(command, 250)
+            await self._dialogue.ask(command, 250)
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
@@ -348,7 +346,7 @@ class _Connection:
             is_first = number == len(refusals)
             try:
                 with self._step("RCPT", sender=sender, recipient=recipient, has_accepted_others=not is_first):
-                    await self._ask(_rcpt_command(recipient), 250, 251)
+                    await self._dialogue.ask(_rcpt_command(recipient), 250, 251)
             except _Failure as failure:
                 if failure.ends_connection:
                     raise
@@ -377,8 +375,8 @@ class _Connection:
         seconds = self._settings.timeout_seconds + len(mail.content) // SLOWEST_BYTES_PER_SECOND
         try:
             with self._step("DATA", sender=mail.sender, seconds=seconds):
-                await self._ask(_DATA, 354, seconds=seconds)
-                await self._ask(_with_its_end(mail.content), 250, seconds=seconds)
+                await self._dialogue.ask(_DATA, 354, seconds=seconds)
+                await self._dialogue.ask(_with_its_end(mail.content), 250, seconds=seconds)
         except _Failure as failure:
             if failure.code is not None:
                 raise replace(failure, recipients=mail.recipients) from failure
@@ -389,20 +387,17 @@ class _Connection:
         with suppress(_Failure):
             with self._step("RSET"):
                 while self._dialogue.outstanding_count:
-                    code, _ = await self._dialogue.reply(self._settings.timeout_seconds)
+                    code, _ = await self._dialogue.reply()
                     if code == 354:
                         return  # The server wants the content. A dot alone could send an empty e-mail.
-                await self._ask(b"RSET\r\n", 250)
+                await self._dialogue.ask(b"RSET\r\n", 250)
             self.is_ready = True
-
-    async def _ask(self, command: bytes, *expected: int, seconds: float | None = None) -> None:
-        await self._dialogue.ask(command, *expected, seconds=seconds or self._settings.timeout_seconds)
 
     async def quit(self) -> None:
         """Send QUIT, wait for a short time, and close the connection."""
         try:
             with suppress(_Failure), self._step("QUIT"):
-                await self._ask(b"QUIT\r\n", 221, seconds=_QUIT_SECONDS)
+                await self._dialogue.ask(b"QUIT\r\n", 221, seconds=_QUIT_SECONDS)
         finally:
             self.abort()
 
