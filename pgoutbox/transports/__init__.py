@@ -183,11 +183,11 @@ def part_keys(transport: Transport, message: Message[object], content: Content) 
 def breaker_key_of(destination: str) -> str | None:
     """Return `https:api.example.org:443` for a web address, the scheme for other URIs, and None for other texts."""
     scheme = scheme_of(destination)
-    if scheme not in _WEB_PORTS:
+    if scheme not in WEB_PORTS:
         return scheme or None
     try:
         parts = urlsplit(destination)
-        return f"{scheme}:{parts.hostname}:{parts.port or _WEB_PORTS[scheme]}"
+        return f"{scheme}:{parts.hostname}:{parts.port or WEB_PORTS[scheme]}"
     except ValueError:
         return None  # The transport reports the problem.
 
@@ -198,13 +198,13 @@ def bare_destination(destination: str) -> str | None:
     `pgoutbox._hold_of` is the rule: the scheme, or the scheme, host and port of a web address.
     """
     scheme, colon, _ = destination.partition(":")
-    if scheme not in _WEB_PORTS:
-        return f"{scheme}:" if colon and scheme.lower() not in _WEB_PORTS else None
+    if scheme not in WEB_PORTS:
+        return f"{scheme}:" if colon and scheme.lower() not in WEB_PORTS else None
     host = _WEB_HOST.match(destination)
     return None if host is None else f"{scheme}://{host[1]}/"
 
 
-_WEB_PORTS = {"http": 80, "https": 443}
+WEB_PORTS = {"http": 80, "https": 443}
 # Any other text after the host may be a part of a query.
 _WEB_HOST = re.compile(r"https?://(?:[^/?#@]*@)?([\w.\[\]:-]+)(?:/|$)")
 

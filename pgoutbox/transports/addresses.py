@@ -21,7 +21,7 @@ _NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
 _LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
 _LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 
 # IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
 _IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
@@ -36,7 +36,7 @@ class Mailbox(NamedTuple):
 
 def is_host_name(text: str) -> bool:
     """Whether this is valid after EHLO and in a Message-ID."""
-    return _DOMAIN.fullmatch(text) is not None
+    return DOMAIN.fullmatch(text) is not None
 
 
 def parse_mailbox(name: str, value: object) -> Mailbox:
@@ -82,7 +82,7 @@ def _ascii_domain(name: str, domain: str) -> str:
             domain = domain.encode("idna").decode("ascii")
         except UnicodeError:
             raise Permanent(f"{name}: the part after @ is not a domain") from None
-    if not _DOMAIN.fullmatch(domain):
+    if not DOMAIN.fullmatch(domain):
         raise Permanent(f"{name}: the part after @ is not a domain")
     return domain
 

@@ -67,8 +67,8 @@ class Notification:
 class AppriseTransport:
     """Sends `Notification` to the services that the setting `apprise_urls` names.
 
-    One instance serves one event loop. The notifications to one name are sent one after another, in a thread, at
-    Apprise's rate for that service. Apprise does not send idempotency keys: a repetition cannot be recognised.
+    The notifications to one name are sent one after another, in a thread, at Apprise's rate for that service. Apprise
+    does not send idempotency keys: a repetition cannot be recognised.
 
     Raises `ConfigurationError`, naming the entry, for a URL that Apprise does not know; `MissingExtraError` without
     Apprise.

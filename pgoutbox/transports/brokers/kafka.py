@@ -50,8 +50,6 @@ _REFUSED_TOPIC: Final = ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART", "TOPIC_AUTHO
 class KafkaTransport(BrokerTransport[str, "_Link"]):
     """Produces a `CloudEvent` to the topic that the destination names, `kafka:orders`.
 
-    One instance serves one event loop.
-
     The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
     The headers `ce_id` and `content-type` are added to the event's own, and in binary mode the attributes, with the
     prefix `ce_`. The producer starts with the first send, and reconnects by itself. A cancelled send, or one after its

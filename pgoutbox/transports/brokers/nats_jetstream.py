@@ -48,8 +48,7 @@ _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
 class NatsTransport(BrokerTransport[str, "_Connection"]):
-    """Publishes a `CloudEvent` to the subject that the destination names, `nats:orders.placed`. One instance serves one
-    event loop.
+    """Publishes a `CloudEvent` to the subject that the destination names, `nats:orders.placed`.
 
     All sends share one connection. The first send opens it, and it is replaced when it broke. The headers `Nats-Msg-Id`
     and `Content-Type` are added to the event's own, and in binary mode the attributes, with the prefix `ce-` and

@@ -51,8 +51,6 @@ _SERVER_FAULTS = (BusyLoadingError, ClusterDownError, OutOfMemoryError)
 class RedisTransport(BrokerTransport[str, "AbstractConnection"]):
     """Appends a `CloudEvent` to the stream that the destination names, `redis:orders`.
 
-    One instance serves one event loop.
-
     An entry has the fields `id`, `content-type` and `data`, and one for each of the event's headers. In binary mode it
     also has the attributes, with the prefix `ce-`. The first entry creates the stream. Streams are never trimmed. At
     most `connection_count` connections are open at once. They are opened when they are needed, and replaced when they

@@ -43,9 +43,9 @@ _NEEDS_REPAIR: Final = frozenset({os.EX_USAGE, os.EX_UNAVAILABLE, os.EX_NOPERM, 
 class SendmailTransport(MailTransport):
     """Sends `Email` and `RawEmail` by the program that `sendmail` names.
 
-    One instance serves one event loop. At most `smtp.connections` programs run at once. The sender and the timeout are
-    those of the SMTP settings. A program that does not end in time is killed, and the outcome is unknown. A program
-    that is missing, or whose configuration is at fault, is `Unavailable`.
+    At most `smtp.connections` programs run at once. The sender and the timeout are those of the SMTP settings. A
+    program that does not end in time is killed, and the outcome is unknown. A program that is missing, or whose
+    configuration is at fault, is `Unavailable`.
 
     Raises `ConfigurationError` when a setting is missing or unusable.
     """

@@ -54,9 +54,9 @@ _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 class WebhookTransport:
     """Sends `Webhook` to the URL that the message or the content names.
 
-    One instance serves one event loop. At most `webhook.connections` requests run at once; connections are reused while
-    they are fresh. One deadline covers the whole exchange. TLS 1.2 or newer is verified against the CAs of the system
-    and `webhook.ca_file`. `clock`, in seconds since 1970, gives the time of signatures.
+    At most `webhook.connections` requests run at once; connections are reused while they are fresh. One deadline covers
+    the whole exchange. TLS 1.2 or newer is verified against the CAs of the system and `webhook.ca_file`. `clock`, in
+    seconds since 1970, gives the time of signatures.
 
     Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without h11.
     """

@@ -21,19 +21,18 @@ from ipaddress import (
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent
+from pgoutbox.transports import WEB_PORTS
+from pgoutbox.transports.addresses import DOMAIN
 from pgoutbox.transports.checks import require_text
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-DEFAULT_PORTS = {"https": 443, "http": 80}
 MAX_URL_LENGTH = 2_048
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<target>[/?].*)?")
 _AUTHORITY = re.compile(r"(?:\[(?P<literal>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(?::(?P<port>[0-9]{0,5}))?")
 _UNFIT = re.compile(r'[^!-~]|["<>\\^`{|}]')
-_LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
-_HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 
 _NAT64 = IPv6Network("64:ff9b::/96")
@@ -69,7 +68,7 @@ class Endpoint:
     def authority(self) -> str:
         """The value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
+        return host if self.port == WEB_PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class UrlPolicy:
             raise Permanent(f"{field}: a fragment (#) is never sent; leave it out")
         parts = _URL.fullmatch(url)
         scheme = parts["scheme"].lower() if parts else ""
-        if parts is None or scheme not in DEFAULT_PORTS:
+        if parts is None or scheme not in WEB_PORTS:
             raise Permanent(f"{field}: must begin with https://")
         if scheme == "http" and not self.allow_http:
             raise Permanent(f"{field}: http is refused; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP")
@@ -101,7 +100,7 @@ class UrlPolicy:
         if authority is None:
             raise Permanent(f"{field}: has no valid host and port")
         host = _host(field, authority["name"], authority["literal"])
-        port = int(authority["port"] or DEFAULT_PORTS[scheme])
+        port = int(authority["port"] or WEB_PORTS[scheme])
         if port not in self.ports:
             known = ", ".join(map(str, sorted(self.ports)))
             raise Permanent(f"{field}: port {port} is refused; PGOUTBOX_WEBHOOK_PORTS allows {known}")
@@ -150,7 +149,7 @@ def _host(field: str, name: str | None, literal: str | None) -> str:
     except AddressValueError:
         what = "is not an IPv6 address" if literal is not None else "is a number, and not an address of four parts"
         raise Permanent(f"{field}: the host {what}") from None
-    if not _HOST_NAME.fullmatch(host) or len(host) > 253:
+    if not DOMAIN.fullmatch(host) or len(host) > 253:
         raise Permanent(f"{field}: has no host name that can be looked up")
     return host
 
