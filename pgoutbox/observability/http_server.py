@@ -30,7 +30,7 @@ Answer = Callable[[str, str | None], Page | None]
 
 
 class HttpServer(ThreadingTCPServer):
-    """Serves what `answer` returns, in threads of its own, from `start` to `stop`.
+    """Serves what `answer` returns, in threads of its own, until `stop`.
 
     Raises `NotReadyError` if the address is not available.
     """
@@ -43,22 +43,18 @@ class HttpServer(ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.answer = answer
         self.connections: ConnectionLimit[socket.socket] = ConnectionLimit(_MAX_CONNECTIONS, _abort)
-        self._thread = threading.Thread(target=self.serve_forever, name="pgoutbox-http", daemon=True)
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise NotReadyError(
                 f"PGOUTBOX_METRICS_ADDRESS: cannot listen on {host} port {port}: {error.strerror or error}"
             ) from None
+        threading.Thread(target=self.serve_forever, name="pgoutbox-http", daemon=True).start()
 
     @property
     def port(self) -> int:
         """The port on which the server listens."""
         return int(self.server_address[1])
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self) -> None:
         """End the thread and close every connection."""

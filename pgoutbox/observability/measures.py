@@ -315,14 +315,15 @@ class WatchedWorker(NamedTuple):
     status: Callable[[], WorkerStatus]
     event_counts: Callable[[], Mapping[str, int]]
 
-    def reader(self) -> Callable[[Metric], Iterable[Sample]]:
-        """Return a function that returns the values of a counter or gauge. All values have the same time."""
+    def samples(self) -> Mapping[Metric, Iterable[Sample]]:
+        """Return the values of all counters and gauges, at one time."""
         status, counts = self.status(), self.event_counts()
         gauges = {metric: getattr(status, name) for name, metric in _GAUGES.items()}
-        known = {metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()} | {
+        return {
+            **{metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()},
+            **{metric: self.measures.samples(metric) for metric in (ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED)},
             EVENTS: [Sample((event,), count) for event, count in counts.items()],
             LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
             ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
             RECONNECTS: [Sample((place,), counts.get(f"{place}_back", 0)) for place in ("database", "listener")],
         }
-        return lambda metric: known[metric] if metric in known else self.measures.samples(metric)

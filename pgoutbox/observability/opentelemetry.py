@@ -63,5 +63,5 @@ class Exporter:
 
     def _samples(self, metric: Metric) -> Iterable[Sample]:
         if self._backlog is None or metric in WORKER_METRICS:
-            return self._worker.reader()(metric)
+            return self._worker.samples()[metric]
         return self._backlog.reading().samples_of(metric)

@@ -76,12 +76,12 @@ class Exposition:
         build.add_metric([version("pgoutbox")], 1)
         yield build
         if self._worker is not None:
-            samples_of = self._worker.reader()
+            samples = self._worker.samples()
             for metric in WORKER_METRICS:
                 if metric.kind is Kind.HISTOGRAM:
                     yield _histogram(metric, self._worker.measures)
                 else:
-                    yield _family(metric, samples_of(metric))
+                    yield _family(metric, samples[metric])
             yield from REGISTRY.collect()
         if reading is not None:
             for metric in DATABASE_METRICS:

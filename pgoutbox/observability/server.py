@@ -101,7 +101,6 @@ class TelemetryServer:
             return Page(503 if reasons else 200, "text/plain; charset=utf-8", text.encode())
 
         server = HttpServer(host, port, answer)
-        server.start()
         address = f"{host}:{server.port}"
         self._telemetry.report(logging.INFO, LogEvent.METRICS_SERVED, "metrics and probes are served", address=address)
         return server

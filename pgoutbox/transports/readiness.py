@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from pgoutbox.settings import Settings, SmtpSettings
+from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, scheme_of
 from pgoutbox.transports.apprise import Notification
@@ -80,10 +80,13 @@ def lacks_of(
     if settings.mail.transport == "log":
         yield Lack("PGOUTBOX_MAIL_TRANSPORT", "is log: e-mails are only logged, and their messages end sent")
     elif settings.smtp.host is not None or settings.sendmail is not None:
-        yield from _lacks_of_server(settings.smtp)
+        if is_placeholder(settings.smtp.host or ""):
+            yield Lack("PGOUTBOX_SMTP_HOST", _PLACEHOLDER)
+        if settings.smtp.sender is None or is_placeholder(settings.smtp.sender):
+            yield Lack("PGOUTBOX_SMTP_SENDER", _NOT_SET if settings.smtp.sender is None else _PLACEHOLDER)
     if settings.webhook.secrets is None and (topics := _topics_with(contents, "https")):
         yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
-    if settings.event_source is None and (topics := _topics_with(contents, "event")):
+    if settings.event_source is None and (topics := _topics_with(contents, "")):
         yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
     if any(map(is_placeholder, settings.alert_destinations)):
         yield Lack("PGOUTBOX_ALERT_DESTINATION", _PLACEHOLDER)
@@ -96,7 +99,7 @@ def _missing_transports(
     needed: dict[str, set[str]] = {}
     for topic, found in contents.items():
         fixed = destinations.get(topic)
-        for scheme in (found & {"mailto", "https", "apprise"}) if fixed is None else {scheme_of(fixed)}:
+        for scheme in (found - {""}) if fixed is None else {scheme_of(fixed)}:
             needed.setdefault(scheme, set()).add(topic)
     for destination in settings.alert_destinations if ALERT_TOPIC in contents else ():
         needed.setdefault(scheme_of(destination), set()).add(ALERT_TOPIC)
@@ -108,38 +111,31 @@ def _missing_transports(
             yield Lack(*need, tuple(sorted(needed[scheme])))
 
 
-def _topics_with(contents: Mapping[str, set[str]], kind: str) -> tuple[str, ...]:
-    return tuple(sorted(topic for topic, found in contents.items() if kind in found))
+def _topics_with(contents: Mapping[str, set[str]], scheme: str) -> tuple[str, ...]:
+    return tuple(sorted(topic for topic, found in contents.items() if scheme in found))
 
 
-def _lacks_of_server(settings: SmtpSettings) -> Iterator[Lack]:
-    if is_placeholder(settings.host or ""):
-        yield Lack("PGOUTBOX_SMTP_HOST", _PLACEHOLDER)
-    if settings.sender is None:
-        yield Lack("PGOUTBOX_SMTP_SENDER", "is not set")
-    elif is_placeholder(settings.sender):
-        yield Lack("PGOUTBOX_SMTP_SENDER", _PLACEHOLDER)
-
-
-_KINDS: Final[Mapping[str, tuple[type[Content], ...]]] = {
-    "mailto": (Email, RawEmail),
-    "https": (Webhook,),
-    "apprise": (Notification,),
-    "event": (CloudEvent,),
+_SCHEMES: Final[Mapping[type[Content], str]] = {
+    Email: "mailto",
+    RawEmail: "mailto",
+    Webhook: "https",
+    Notification: "apprise",
+    CloudEvent: "",
 }
+"""The scheme of each content without a destination."""
 
 
 def _contents_of(function: Callable[..., object]) -> set[str]:
-    """Return the kinds of contents that the return annotation names."""
+    """Return the schemes of the contents that the return annotation names."""
     target = function if hasattr(function, "__annotations__") else getattr(function, "__call__", None)  # noqa: B004 - a callable object has its annotations there
     try:
         hints = typing.get_type_hints(target)
     except Exception:  # noqa: BLE001 - annotations may be anything; an unresolved one proves nothing
         return set()
-    return {name for name, kinds in _KINDS.items() if _mentions(hints.get("return"), kinds)}
+    return {scheme for kind, scheme in _SCHEMES.items() if _mentions(hints.get("return"), kind)}
 
 
-def _mentions(hint: object, kinds: tuple[type[Content], ...]) -> bool:
+def _mentions(hint: object, kind: type[Content]) -> bool:
     if isinstance(hint, type) and typing.get_origin(hint) is None:
-        return issubclass(hint, kinds)
-    return any(_mentions(part, kinds) for part in typing.get_args(hint))
+        return issubclass(hint, kind)
+    return any(_mentions(part, kind) for part in typing.get_args(hint))
