@@ -25,7 +25,7 @@ from pgoutbox.kernel.run import Run
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import KernelAttempts
 from pgoutbox.worker.supervisor import run_worker

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from pgoutbox import transports
 from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import HOW_TO, Finding, Findings, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
@@ -21,7 +22,6 @@ from pgoutbox.text import one_line
 from pgoutbox.transports import ChecksItself, Transport
 from pgoutbox.transports.readiness import is_placeholder, is_reserved
 from pgoutbox.transports.registry import build, is_configured
-from pgoutbox.transports.smtp import SmtpTransport
 
 _PATIENCE_SECONDS: Final = 60.0
 _NO_MAIL: Final = "no e-mail is sent; messages wait and are retried"
@@ -51,7 +51,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
             "to check that of the workers, run the doctor with their environment",
         )
         return
-    if own is not None and not isinstance(own(settings), SmtpTransport):
+    if own is not None and not isinstance(own(settings), transports.SmtpTransport):
         # It has a server, a sender and an encryption of its own.
         yield from _try_transport(
             own,

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
     from pgoutbox.transports.brokers.redis_streams import RedisTransport
     from pgoutbox.transports.redirect import Redirect
-    from pgoutbox.transports.smtp import SendmailTransport, SmtpTransport
     from pgoutbox.transports.smtp.mail import render as render_email
-    from pgoutbox.transports.webhook import WebhookTransport
+    from pgoutbox.transports.smtp.sendmail import SendmailTransport
+    from pgoutbox.transports.smtp.transport import SmtpTransport
     from pgoutbox.transports.webhook.request import Rules as WebhookRules
     from pgoutbox.transports.webhook.request import render as render_webhook
+    from pgoutbox.transports.webhook.transport import WebhookTransport
 
 __all__ = [
     "AppriseTransport",
@@ -222,10 +223,10 @@ _PARTS: Final = {
     "NatsTransport": ("brokers.nats_jetstream", "NatsTransport"),
     "RabbitMQTransport": ("brokers.rabbitmq", "RabbitMQTransport"),
     "RedisTransport": ("brokers.redis_streams", "RedisTransport"),
-    "SendmailTransport": ("smtp", "SendmailTransport"),
-    "SmtpTransport": ("smtp", "SmtpTransport"),
+    "SendmailTransport": ("smtp.sendmail", "SendmailTransport"),
+    "SmtpTransport": ("smtp.transport", "SmtpTransport"),
     "WebhookRules": ("webhook.request", "Rules"),
-    "WebhookTransport": ("webhook", "WebhookTransport"),
+    "WebhookTransport": ("webhook.transport", "WebhookTransport"),
     "render_email": ("smtp.mail", "render"),
     "render_webhook": ("webhook.request", "render"),
 }

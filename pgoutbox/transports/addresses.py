@@ -22,6 +22,7 @@ _LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
 _LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+"""A host name that is valid after EHLO, in a Message-ID and in a URL."""
 
 # IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
 _IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
@@ -32,11 +33,6 @@ class Mailbox(NamedTuple):
 
     field: str
     address: Address
-
-
-def is_host_name(text: str) -> bool:
-    """Whether this is valid after EHLO and in a Message-ID."""
-    return DOMAIN.fullmatch(text) is not None
 
 
 def parse_mailbox(name: str, value: object) -> Mailbox:

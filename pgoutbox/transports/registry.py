@@ -67,7 +67,7 @@ def build(scheme: str, settings: Settings) -> Transport:
     Raises `MissingExtraError` if its extra is not installed, and `ConfigurationError` if a setting is unusable.
     """
     if scheme == "mailto" and settings.mail.transport == "log":
-        from pgoutbox.transports.smtp import LogTransport
+        from pgoutbox.transports.smtp.log import LogTransport
 
         return LogTransport(settings)
     kind = "SendmailTransport" if scheme == "mailto" and settings.sendmail is not None else _AUTOMATIC[scheme].kind

@@ -15,7 +15,7 @@ from cryptography.fernet import Fernet
 from pgoutbox import Outbox
 from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import Message, Permanent, SendFailure, Sent, Transient, Unavailable
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.support.command_line import run_on_terminal, run_process
 from tests.support.settings import settings_with

@@ -21,9 +21,8 @@ from pgoutbox import (
     Topic,
 )
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports import SmtpTransport, WebhookTransport
 from pgoutbox.transports.registry import complete
-from pgoutbox.transports.smtp import SmtpTransport
-from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.webhooks import make_secret
 from tests.support.settings import settings_with
 

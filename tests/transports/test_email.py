@@ -69,9 +69,10 @@ def test_an_email_can_be_made_without_aiosmtplib() -> None:
         "import sys; sys.modules['aiosmtplib'] = None\n"
         "from pgoutbox.errors import MissingExtraError\n"
         "from pgoutbox.settings import load_settings\n"
-        "from pgoutbox.transports.smtp import Email, SmtpTransport\n"
+        "from pgoutbox import Email\n"
         "Email(to='ann@example.com', subject='Hello', text='Hi')\n"
-        "try: SmtpTransport(load_settings(smtp={'host': 'mx.test'}))\n"
+        "from pgoutbox.transports.registry import build\n"
+        "try: build('mailto', load_settings(smtp={'host': 'mx.test'}))\n"
         "except MissingExtraError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

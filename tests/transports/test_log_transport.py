@@ -15,7 +15,8 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.testing import OutboxDriver
 from pgoutbox.transports.readiness import Lack, lacks_of
 from pgoutbox.transports.registry import complete
-from pgoutbox.transports.smtp import LogTransport, SmtpTransport
+from pgoutbox.transports.smtp.log import LogTransport
+from pgoutbox.transports.smtp.transport import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import enqueue, row_of, settings_for
 from tests.support.sends import error_of, outgoing

@@ -18,7 +18,7 @@ import pytest
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
 from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import Permanent, Sent, State
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST, listening
 from tests.support.mail_servers import (

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox.message import Permanent, Postponed, Sent, Unavailable
-from pgoutbox.transports import Content
+from pgoutbox.transports import Content, SmtpTransport
 from pgoutbox.transports.redirect import RedirectRules, covering
-from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.smtp.mail import MAX_RAW_BYTES, MAX_RECIPIENT_COUNT, Email, RawEmail, RenderedEmail, render
 from tests.support.sends import closing, error_of, outgoing
 from tests.support.settings import settings_with

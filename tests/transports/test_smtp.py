@@ -16,7 +16,7 @@ import trustme
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.transports.smtp.mail import Attachment, Email
 from pgoutbox.transports.tls import verifying_context
 from tests.support.dialogues import HOST

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from pgoutbox.message import Permanent, SendFailure, Sent, Unavailable
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.transports.smtp.mail import Email, RawEmail
 from pgoutbox.transports.tls import verifying_context
 from tests.support.dialogues import HOST, listening

@@ -9,11 +9,11 @@ import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
-from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.tls import describe_refusal, verifying_context
 from tests.support.settings import settings_with
 

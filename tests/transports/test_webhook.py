@@ -20,7 +20,7 @@ from pgoutbox import Outbox, RetryPolicy, Webhook
 from pgoutbox.message import Permanent, SendFailure, Sent, Snooze, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
-from pgoutbox.transports.webhook import WebhookTransport
+from pgoutbox.transports import WebhookTransport
 from pgoutbox.transports.webhook.connection import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker

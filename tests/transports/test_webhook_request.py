@@ -13,7 +13,7 @@ from pgoutbox import Webhook
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings
-from pgoutbox.transports.webhook import WebhookTransport
+from pgoutbox.transports import WebhookTransport
 from pgoutbox.transports.webhook.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
 from pgoutbox.transports.webhook.transport import retry_after_seconds
 from pgoutbox.transports.webhook.url_policy import UrlPolicy, parse_networks

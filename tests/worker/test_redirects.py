@@ -18,9 +18,8 @@ from pgoutbox.message import Postponed, Sent
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import ClearedRedirect, Operator
 from pgoutbox.settings import load_settings
-from pgoutbox.transports import current_gate, pass_gate
+from pgoutbox.transports import SmtpTransport, current_gate, pass_gate
 from pgoutbox.transports.redirect import RedirectRules, parse_target
-from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.redirects import Redirects
 from tests.support.outbox_actions import (

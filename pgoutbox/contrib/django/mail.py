@@ -39,7 +39,7 @@ from pgoutbox.message import Message, Outcome, Permanent, Skip, Transient, Unava
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.topics import NewMessage, Topic
 from pgoutbox.transports.addresses import parse_mailbox, split_mailbox
-from pgoutbox.transports.smtp import RawEmail
+from pgoutbox.transports.smtp.mail import RawEmail
 
 _logger = logging.getLogger(__name__)
 

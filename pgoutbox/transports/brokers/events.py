@@ -116,7 +116,8 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
     content_type = _content_type(event, data)
     headers = _headers(event.headers)
     if event.mode == "structured":
-        envelope: dict[str, JsonValue] = {**attributes, "datacontenttype": content_type, **_data_member(data)}
+        member = {"data_base64": base64.b64encode(data).decode()} if isinstance(data, bytes) else {"data": data}
+        envelope = {**attributes, "datacontenttype": content_type, **member}
         content = encode_json("event.data", envelope)
         return RenderedEvent(message.idempotency_key, event.key, CONTENT_TYPE, {}, headers, content)
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in attributes.items()}
@@ -217,10 +218,6 @@ def _content_type(event: CloudEvent, data: object) -> str:
     if not _MEDIA_TYPE.fullmatch(content_type):
         raise Permanent("event.content_type: is not a media type")
     return content_type
-
-
-def _data_member(data: JsonValue | bytes) -> dict[str, JsonValue]:
-    return {"data_base64": base64.b64encode(data).decode()} if isinstance(data, bytes) else {"data": data}
 
 
 def _body(data: JsonValue | bytes, content_type: str) -> bytes:

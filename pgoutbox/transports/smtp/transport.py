@@ -15,20 +15,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from pgoutbox.errors import ConfigurationError, require_extra
+from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import one_line
-from pgoutbox.transports.addresses import is_host_name, parse_mailbox
+from pgoutbox.transports.addresses import DOMAIN, parse_mailbox
 from pgoutbox.transports.smtp.outgoing import SLOWEST_BYTES_PER_SECOND, MailTransport, OutgoingMail
 from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
 from pgoutbox.transports.tls import client_context
+
+try:
+    import aiosmtplib
+
+    from pgoutbox.transports.smtp.dialogue import Dialogue
+except ImportError:
+    raise MissingExtraError("the SMTP transport") from None
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pgoutbox.settings import Settings, SmtpSettings
-    from pgoutbox.transports.smtp.dialogue import Dialogue
     from pgoutbox.transports.smtp.mail import RenderedEmail
 
 _telemetry = Telemetry(logging.getLogger("pgoutbox.transports.smtp"))
@@ -65,7 +71,6 @@ class SmtpTransport(MailTransport):
     def __init__(
         self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
     ) -> None:
-        require_extra("aiosmtplib", "the SMTP transport")
         smtp = settings.smtp
         _check_settings(smtp)
         super().__init__(settings)
@@ -142,7 +147,7 @@ class SmtpTransport(MailTransport):
             self._idle.pop(0).abort()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open:
+            if connection.dialogue.is_open:
                 return connection
             connection.abort()
         return None
@@ -155,7 +160,7 @@ class SmtpTransport(MailTransport):
             connection.abort()
             raise
         # Resolving the own host name can take seconds; once is enough.
-        self._ehlo_name = connection.ehlo_name
+        self._ehlo_name = connection.client.local_hostname
         _telemetry.report(logging.DEBUG, LogEvent.SMTP_CONNECTION_OPENED, "connection opened")
         return connection
 
@@ -171,7 +176,7 @@ def _check_settings(settings: SmtpSettings) -> None:
         raise ConfigurationError(f"PGOUTBOX_SMTP_HOST={settings.host!r}: is not a host name or an IP address")
     if settings.username is not None and settings.password is None:
         raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
-    if settings.ehlo_name is not None and not is_host_name(settings.ehlo_name):
+    if settings.ehlo_name is not None and not DOMAIN.fullmatch(settings.ehlo_name):
         raise ConfigurationError(f"PGOUTBOX_SMTP_EHLO_NAME={settings.ehlo_name!r}: is not a host name")
 
 
@@ -225,10 +230,8 @@ class _Connection:
     """One connection to the server. `is_ready`: the next command may be MAIL."""
 
     def __init__(self, settings: SmtpSettings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
-        import aiosmtplib
-
         self._settings = settings
-        self._client = aiosmtplib.SMTP(
+        self.client = aiosmtplib.SMTP(
             hostname=settings.host,
             port=_port_of(settings),
             local_hostname=ehlo_name,
@@ -238,38 +241,27 @@ class _Connection:
             start_tls=False,
             tls_context=tls_context,
         )
-        self._dialogue: Dialogue  # From `open` on.
+        self.dialogue: Dialogue  # From `open` on.
         self.is_ready = False
         self.idle_since = 0.0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the connection is open, and the server has sent nothing since the last reply."""
-        return self._dialogue.is_open
-
-    @property
-    def ehlo_name(self) -> str | None:
-        return self._client.local_hostname
-
     async def open(self) -> None:
         """Greet, encrypt as configured, authenticate. Raises `_Failure`."""
-        from pgoutbox.transports.smtp.dialogue import Dialogue
-
         with self._step("connect"):
-            await self._client.connect()
+            await self.client.connect()
         with self._step("EHLO"):
-            await self._client.ehlo()
+            await self.client.ehlo()
         if self._settings.security == "starttls":
-            if not self._client.supports_extension("starttls"):
+            if not self.client.supports_extension("starttls"):
                 text = "STARTTLS: the server does not offer it, and plain text is refused"
                 raise _Failure("STARTTLS", None, text, Cause.SERVER)
             with self._step("STARTTLS"):
-                await self._client.starttls()
+                await self.client.starttls()
             with self._step("EHLO"):
-                await self._client.ehlo()
+                await self.client.ehlo()
         await self._authenticate()
         with self._step("connect"):
-            self._dialogue = Dialogue(self._client.transport, seconds=self._settings.timeout_seconds)
+            self.dialogue = Dialogue(self.client.transport, seconds=self._settings.timeout_seconds)
         self.is_ready = True
 
     async def _authenticate(self) -> None:
@@ -279,31 +271,31 @@ class _Connection:
         if self._settings.security == "none":
             text = "AUTH: refused on a connection in plain text"
             raise _Failure("AUTH", None, text, Cause.SERVER)
-        if not self._client.supported_auth_methods:
+        if not self.client.supported_auth_methods:
             text = "AUTH: the server offers no way to sign in that is known here"
             raise _Failure("AUTH", None, text, Cause.SERVER)
         secret = password.get_secret_value()
         with self._step("AUTH", hide=_spellings(username, secret)):
-            await self._client.login(username, secret)
+            await self.client.login(username, secret)
 
     async def deliver(self, mail: RenderedEmail, *, is_pipelined: bool) -> Outcome:
         """Run one mail transaction. Raises `_Failure`; nothing was handed over unless it says "outcome unknown".
 
         The commands go in one write if the server offers PIPELINING. The content waits until it accepts all recipients.
         """
-        if mail.smtputf8_problem is not None and not self._client.supports_extension("smtputf8"):
+        if mail.smtputf8_problem is not None and not self.client.supports_extension("smtputf8"):
             return Permanent(f"{mail.smtputf8_problem}, and the server does not offer SMTPUTF8")
-        if mail.is_8bit and not self._client.supports_extension("8bitmime"):
+        if mail.is_8bit and not self.client.supports_extension("8bitmime"):
             return Permanent(
                 "raw_email.data: has bytes that are not ASCII, and the server does not offer 8BITMIME; encode the body "
                 "as base64 or quoted-printable"
             )
         self.is_ready = False
         first = self._mail_command(mail)
-        if is_pipelined and self._client.supports_extension("pipelining"):
+        if is_pipelined and self.client.supports_extension("pipelining"):
             # Of several recipients some may be refused. Then DATA would begin an e-mail to the others.
             last = [_DATA] if len(mail.recipients) == 1 else []
-            self._dialogue.send_ahead([first, *map(_rcpt_command, mail.recipients), *last])
+            self.dialogue.send_ahead([first, *map(_rcpt_command, mail.recipients), *last])
         try:
             await self._mail(mail.sender, first)
             await self._rcpt(mail)
@@ -317,14 +309,14 @@ class _Connection:
         return Sent()
 
     def _mail_command(self, mail: RenderedEmail) -> bytes:
-        size = f" SIZE={len(mail.content)}" if self._client.supports_extension("size") else ""
+        size = f" SIZE={len(mail.content)}" if self.client.supports_extension("size") else ""
         body = " BODY=8BITMIME" if mail.is_8bit or mail.smtputf8_problem is not None else ""
         utf8 = " SMTPUTF8" if mail.smtputf8_problem is not None else ""
         return f"MAIL FROM:<{mail.sender}>{size}{body}{utf8}\r\n".encode()
 
     async def _mail(self, sender: str, command: bytes) -> None:
         with self._step("MAIL", sender=sender):
-            await self._dialogue.ask(command, 250)
+            await self.dialogue.ask(command, 250)
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
@@ -346,7 +338,7 @@ class _Connection:
             is_first = number == len(refusals)
             try:
                 with self._step("RCPT", sender=sender, recipient=recipient, has_accepted_others=not is_first):
-                    await self._dialogue.ask(_rcpt_command(recipient), 250, 251)
+                    await self.dialogue.ask(_rcpt_command(recipient), 250, 251)
             except _Failure as failure:
                 if failure.ends_connection:
                     raise
@@ -375,8 +367,8 @@ class _Connection:
         seconds = self._settings.timeout_seconds + len(mail.content) // SLOWEST_BYTES_PER_SECOND
         try:
             with self._step("DATA", sender=mail.sender, seconds=seconds):
-                await self._dialogue.ask(_DATA, 354, seconds=seconds)
-                await self._dialogue.ask(_with_its_end(mail.content), 250, seconds=seconds)
+                await self.dialogue.ask(_DATA, 354, seconds=seconds)
+                await self.dialogue.ask(_with_its_end(mail.content), 250, seconds=seconds)
         except _Failure as failure:
             if failure.code is not None:
                 raise replace(failure, recipients=mail.recipients) from failure
@@ -386,27 +378,27 @@ class _Connection:
     async def _reset(self) -> None:
         with suppress(_Failure):
             with self._step("RSET"):
-                while self._dialogue.outstanding_count:
-                    code, _ = await self._dialogue.reply()
+                while self.dialogue.outstanding_count:
+                    code, _ = await self.dialogue.reply()
                     if code == 354:
                         return  # The server wants the content. A dot alone could send an empty e-mail.
-                await self._dialogue.ask(b"RSET\r\n", 250)
+                await self.dialogue.ask(b"RSET\r\n", 250)
             self.is_ready = True
 
     async def quit(self) -> None:
         """Send QUIT, wait for a short time, and close the connection."""
         try:
             with suppress(_Failure), self._step("QUIT"):
-                await self._dialogue.ask(b"QUIT\r\n", 221, seconds=_QUIT_SECONDS)
+                await self.dialogue.ask(b"QUIT\r\n", 221, seconds=_QUIT_SECONDS)
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Close at once, without flushing unwritten data: half a message must not become a whole one."""
         self.is_ready = False
-        if self._client.transport is not None:
-            cast("asyncio.WriteTransport", self._client.transport).abort()
-        self._client.close()
+        if self.client.transport is not None:
+            cast("asyncio.WriteTransport", self.client.transport).abort()
+        self.client.close()
 
     @contextmanager
     def _step(
@@ -420,8 +412,6 @@ class _Connection:
         seconds: float | None = None,
     ) -> Iterator[None]:
         """Turn errors of aiosmtplib in one step of the dialogue into a `_Failure`."""
-        import aiosmtplib
-
         where = f"{step} {recipient}".rstrip()
         try:
             yield

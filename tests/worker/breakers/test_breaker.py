@@ -11,7 +11,7 @@ import pytest
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
 from pgoutbox.message import SendFailure
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.breakers import shared_breakers
 from pgoutbox.worker.breakers.breaker_rows import BreakerRow, BreakerRows

@@ -17,7 +17,7 @@ from aiosmtpd.smtp import SMTP, Envelope, Session
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
 from pgoutbox.message import Outcome, Sent
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
 from tests.support.outbox_actions import attempts_of, cancel, enqueue, make_due, row_of, rows_of, running, settings_for
