@@ -81,7 +81,7 @@ class AppriseTransport:
         urls = _urls(settings)
         self._capture = _LogCapture()
         try:
-            self._services = {name: _Service(name, url, self._capture) for name, url in urls.items()}
+            self._services = {name: _Service(name, url) for name, url in urls.items()}
         except BaseException:
             self._capture.close()
             raise
@@ -150,15 +150,14 @@ def _check(notification: Notification) -> None:
 class _Service:
     """One name of the setting, with its thread."""
 
-    def __init__(self, name: str, url: str, capture: _LogCapture) -> None:
+    def __init__(self, name: str, url: str) -> None:
         import apprise
 
         self._name = name
-        self._capture = capture
         self._secrets = _secrets_in(url)
         self._turn = asyncio.Lock()
         self._apprise = apprise.Apprise()
-        with capture.listen() as reasons:
+        with _listening() as reasons:
             plugin = apprise.Apprise.instantiate(url)
         if plugin is None:
             raise ConfigurationError(f"{_VARIABLE}: {name!r}: {self._explain(reasons, 'Apprise cannot use this URL')}")
@@ -174,7 +173,7 @@ class _Service:
             asyncio.run_coroutine_threadsafe(pass_gate(), loop).result()
         except Snooze as refusal:
             return refusal
-        with self._capture.listen() as reasons:
+        with _listening() as reasons:
             try:
                 result = self._apprise.notify(
                     body=notification.body,
@@ -201,6 +200,17 @@ def _secrets_in(url: str) -> list[str]:
     return sorted((s for s in spellings if len(s) >= _MIN_SECRET_LENGTH), key=len, reverse=True)
 
 
+@contextlib.contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Collect the warnings of this call instead of logging them."""
+    reasons: list[str] = []
+    token = _reasons.set(reasons)
+    try:
+        yield reasons
+    finally:
+        _reasons.reset(token)
+
+
 class _LogCapture(logging.Filter):
     """Suppress log records during a call of a service, and collect the warnings.
 
@@ -217,16 +227,6 @@ class _LogCapture(logging.Filter):
     def close(self) -> None:
         for name in self._LOGGERS:
             logging.getLogger(name).removeFilter(self)
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[list[str]]:
-        """Collect the warnings of this call instead of logging them."""
-        reasons: list[str] = []
-        token = _reasons.set(reasons)
-        try:
-            yield reasons
-        finally:
-            _reasons.reset(token)
 
     def filter(self, record: logging.LogRecord) -> bool:
         reasons = _reasons.get()
