@@ -138,11 +138,18 @@ class SharedConnection(Generic[C]):
 
     async def get(self) -> C:
         """Return the open connection. Raises the error of opening it."""
-        if self._opening is None or self._has_ended(self._opening):
-            self._opening = asyncio.ensure_future(self._connect())
-            self._opening.add_done_callback(_note_error)
+        opening = self._opening
+        if opening is not None and opening.done():
+            connection = _result_of(opening)
+            if connection is not None and self._is_open(connection):
+                return connection
+            opening = None
+        if opening is None:
+            opening = self._opening = asyncio.ensure_future(self._connect())
+            # If all waiting callers were cancelled, nothing else retrieves the error.
+            opening.add_done_callback(_result_of)
         # A cancelled caller leaves the attempt to the others.
-        return await asyncio.shield(self._opening)
+        return await asyncio.shield(opening)
 
     async def take(self) -> C | None:
         """Return the connection, if one is open, to be closed by the caller."""
@@ -152,17 +159,8 @@ class SharedConnection(Generic[C]):
         if not opening.done():
             opening.cancel()
             await asyncio.wait([opening])
-        if opening.cancelled() or opening.exception() is not None:
-            return None
-        return opening.result()
-
-    def _has_ended(self, opening: asyncio.Future[C]) -> bool:
-        if not opening.done():
-            return False
-        return opening.cancelled() or opening.exception() is not None or not self._is_open(opening.result())
+        return _result_of(opening)
 
 
-def _note_error(opening: asyncio.Future[C]) -> None:
-    """Retrieve the error: if all waiting callers were cancelled, nothing else does."""
-    if not opening.cancelled():
-        opening.exception()
+def _result_of(opening: asyncio.Future[C]) -> C | None:
+    return None if opening.cancelled() or opening.exception() is not None else opening.result()
