@@ -31,6 +31,7 @@ class State(enum.StrEnum):
 
 FINAL_STATES = frozenset({State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED})
 OWED = (State.PENDING, State.SENDING)
+PARTITIONS = (OWED, (State.FAILED,), (State.SENT, State.SKIPPED, State.CANCELLED))
 
 
 class AttemptOutcome(enum.StrEnum):

@@ -47,7 +47,7 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
         data = encode_json(value)
         if (
             len(data) <= max_bytes
-            and _is_plain(value, MAX_DEPTH)
+            and is_plain(value, MAX_DEPTH)
             and _SUSPICIOUS.search(data) is None
             and (len(data) <= _MAX_DIGITS or _TOO_MANY_DIGITS.search(data) is None)
         ):
@@ -74,7 +74,7 @@ def _encode_faithfully(value: object, field: str, max_bytes: int, serializer: Se
     return data.decode()
 
 
-def _is_plain(value: object, depth_left: int) -> bool:
+def is_plain(value: object, depth_left: int) -> bool:
     """Whether the value consists of exactly the types of JSON, and is not nested too deep."""
     kind = type(value)
     if kind in _JSON_SCALARS:
@@ -92,7 +92,7 @@ def _is_plain(value: object, depth_left: int) -> bool:
     else:
         return False
     for item in items:  # noqa: SIM110 - on the hot path, where a generator doubles the price
-        if type(item) not in _JSON_SCALARS and not _is_plain(item, depth_left - 1):
+        if type(item) not in _JSON_SCALARS and not is_plain(item, depth_left - 1):
             return False
     return True
 

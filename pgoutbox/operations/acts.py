@@ -292,6 +292,10 @@ ACTS: Final[Mapping[ActName, Act]] = {
             results="corrected missing wrong_state changed superseded encrypted ordered dedupe_key_taken locked",
             did="corrected, and pending",
             says="Change fields of pending and failed messages, and make failed ones pending.",
+            more='--set owner= removes the owner. --set payload=\'{"email": "ada@example.org"}\' replaces this member '
+            "and keeps the others; null removes one. With --app or PGOUTBOX_APP, the model of the topic checks the "
+            "payload. Payload and headers need a role that may read them. The audit records the names of the fields, "
+            "and no values.",
             arguments=(ActArgument("correction", "correction", "the fields to change", _check_correction),),
         ),
         Act(

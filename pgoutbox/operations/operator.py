@@ -14,12 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import islice
-from types import TracebackType
 from typing import Final, LiteralString, Self, TypeVar, cast
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import psycopg
 from psycopg.errors import CheckViolation, InvalidParameterValue
@@ -33,6 +31,7 @@ from pgoutbox.database import operator_connection, sql
 from pgoutbox.encryption import Keyring, decrypted, is_sealed, keyring_of
 from pgoutbox.enqueue.adapters import Psycopg, run
 from pgoutbox.enqueue.calls import Enqueued, insert
+from pgoutbox.enqueue.payloads import MAX_DEPTH, is_plain
 from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import State, Transient
@@ -89,22 +88,11 @@ _SEARCHED_GROUP_ROWS: Final = 3_000
 _SHOWN_CHARACTERS: Final = 65_536
 _ALL: Final = 2**31 - 1
 _SHOWN: Final = TypeAdapter(ShownMessage, config=ConfigDict(defer_build=True))
-# Far below Python's recursion limit, whatever the caller's depth.
-_MOST_LEVELS: Final = 100
-
 _MAX_REDIRECT: Final = timedelta(days=3_650)
 # Each row of the schema is compared with each text.
 _MAX_SEARCHED_ADDRESSES: Final = 20
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Act:
-    """One act, which may consist of several batches. The schema records what it finds, and `stated` apart from it."""
-
-    stated: Mapping[str, JsonValue] = field(default_factory=dict)
-    id: UUID = field(default_factory=uuid4)
 
 
 class Operator:
@@ -158,16 +146,12 @@ class Operator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def dry_run(self) -> AbstractContextManager[object]:
         """Roll back all acts of a `with` block at its end. Their results tell what they would do."""
         return self._connection.transaction(force_rollback=True)
-
-    # --- messages: reading --------------------------------------------------------------------------------------------
 
     def list_messages(
         self, which: MessageFilter | None = None, *, before_id: int | None = None, limit: int = 50
@@ -277,8 +261,6 @@ class Operator:
             return self._answer(sql.IS_KNOWN_PREFIX, {"prefix": topic[:-1]})
         return self._answer(sql.IS_KNOWN_TOPIC, {"topic": topic})
 
-    # --- messages: acts -----------------------------------------------------------------------------------------------
-
     def enqueue(self, draft: Draft) -> Enqueued:
         """Enqueue a message that `Outbox.draft` has made by its topic's definition.
 
@@ -293,7 +275,7 @@ class Operator:
             statement = sql.ENQUEUE_ACT if self._is_operator() else sql.ENQUEUE
             return run(insert(adapter, draft, notify=True, statement=statement))
 
-        return self._announced(_Act(), write)
+        return self._announced(self._named(), write)
 
     def redrive(self, message_id: int, *, states: Collection[State] = REDRIVABLE) -> MessageResult:
         """Make a failed or cancelled message pending again, with its original budget of attempts.
@@ -367,7 +349,7 @@ class Operator:
     ) -> list[MessageResult]:
         """Cancel the newest message of a coalesce key and the message of a dedupe key. Return none if there is none."""
         target: dict[str, JsonValue] = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
-        return ACTS["cancel"].answers(self._act(sql.CANCEL_BY_KEY, target, _Act(target)))
+        return ACTS["cancel"].answers(self._act(sql.CANCEL_BY_KEY, target, self._named(target)))
 
     def act_on(
         self,
@@ -384,7 +366,7 @@ class Operator:
         kind = act_named(action)
         kind.require_states(states or ())
         allowed = kind.by_id if states is None else states
-        (result,) = self._take(kind, {message_id: None}, allowed, kind.checked(changes), _Act())
+        (result,) = self._take(kind, {message_id: None}, allowed, kind.checked(changes), self._named())
         return result
 
     def act_on_all(self, action: ActName, which: MessageFilter, **changes: Unpack[ActArguments]) -> Counter[str]:
@@ -417,10 +399,10 @@ class Operator:
         """
         kind = act_named(action)
         asked = kind.checked(changes)
-        act = _Act()
+        act = self._named()
         if isinstance(which, MessageFilter):
             which = which.limited_to(action)
-            act = _Act(which.given())
+            act = self._named(which.given())
             states: Collection[State] = which.states
             found = self._search(which, batch_size)
         else:
@@ -462,7 +444,7 @@ class Operator:
         counts: Mapping[int, int | None],
         states: Collection[State],
         asked: Mapping[str, object],
-        act: _Act,
+        act: Mapping[str, object],
     ) -> list[MessageResult]:
         """Do this in one transaction to the messages that still have these numbers of attempts; None means any."""
         parameters = {
@@ -472,8 +454,6 @@ class Operator:
             "states": list(states),
         }
         return kind.answers(self._act(kind.statement, parameters, act), states)
-
-    # --- personal data ------------------------------------------------------------------------------------------------
 
     def erase(
         self,
@@ -497,7 +477,7 @@ class Operator:
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
         found = list(dict.fromkeys([*(ids or ()), *(row[0] for row in rows)]))
-        act, results = _Act(), dict[int, EraseResult]()
+        act, results = self._named(), dict[int, EraseResult]()
         for part in _slices(found, batch_size):
             # A selection without messages is erased too: the audit may contain it.
             for message_id, result in self._act(sql.ERASE, {**chosen, "ids": part}, act):
@@ -535,7 +515,7 @@ class Operator:
         chosen = _chosen(ids, owner, destination)
         rows = self._fetch(sql.SELECTED_MESSAGES, chosen)
         # The audit outlives the messages, so it does not name the owner or the address.
-        act = _Act({"by": next(name for name, value in chosen.items() if value is not None)})
+        act = self._named({"by": next(name for name, value in chosen.items() if value is not None)})
         for part in _slices(rows, batch_size):
             for message, *texts in self._act(sql.EXPORT, {"ids": [row[0] for row in part]}, act):
                 yield message | {
@@ -561,8 +541,6 @@ class Operator:
         """
         words = sorted({text.removeprefix("mailto:") for text in texts})
         return [Mention._make(row) for row in self._fetch(sql.MENTIONS, {"texts": words, "copies_of": list(copies_of)})]
-
-    # --- queues -------------------------------------------------------------------------------------------------------
 
     def list_queues(self) -> list[QueueControls]:
         """Return the queues that are paused or have limits, by name."""
@@ -633,8 +611,6 @@ class Operator:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
         self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
-    # --- circuit breakers ---------------------------------------------------------------------------------------------
-
     def list_open_breakers(self) -> list[OpenBreaker]:
         """Return the open circuit breakers, at most the oldest 20. Their errors are not redacted."""
         return [OpenBreaker._make(row) for row in self._fetch(sql.OPEN_BREAKERS)]
@@ -645,8 +621,6 @@ class Operator:
         Workers send them after a second. Each batch of messages has its own transaction. Idempotent.
         """
         return ClosedBreaker(*self._released(sql.CLOSE_BREAKER, {"key": key}))
-
-    # --- redirect -----------------------------------------------------------------------------------------------------
 
     def redirects(self) -> Redirects:
         """Return the redirect that an operator has switched on, the redirects of workers, and the blackout of today."""
@@ -706,15 +680,13 @@ class Operator:
 
     def _released(self, statement: LiteralString, parameters: Mapping[str, object]) -> tuple[bool, int]:
         """Release held-back messages batch by batch. Return whether something held them, and their number."""
-        act, was_held, message_count = _Act(), False, 0
+        act, was_held, message_count = self._named(), False, 0
         while True:
             ((holds, batch_count),) = self._act(statement, parameters, act)
             was_held |= holds
             message_count += batch_count
             if not batch_count:
                 return was_held, message_count
-
-    # --- copies of the database ---------------------------------------------------------------------------------------
 
     def home(self) -> Home:
         """Return the database that the schema belongs to, and the numbers of unfinished messages in this one."""
@@ -727,8 +699,6 @@ class Operator:
         With `deployment`, only workers with this `PGOUTBOX_DEPLOYMENT` send from it. Workers follow within seconds.
         """
         self._act(sql.ADOPT, {"deployment": deployment})
-
-    # --- retention ----------------------------------------------------------------------------------------------------
 
     def retention_rules(self) -> list[RetentionRule]:
         """Return the retention rules by topic and state; the rules for all topics come last."""
@@ -791,7 +761,7 @@ class Operator:
         batch is committed separately. Keys and contents without a message are deleted last.
         """
         which = retention.prune_parameters(older_than, states, topic)
-        return retention.prune(self._connection, which | {"limit": batch_size}, self._as(_Act(which)), progress)
+        return retention.prune(self._connection, which | {"limit": batch_size}, self._as(self._named(which)), progress)
 
     def prune_by_retention(
         self, *, batch_size: int = retention.PRUNE_BATCH, progress: Progress | None = None
@@ -809,14 +779,12 @@ class Operator:
             retention.PartitionCache(),
             batch_size=batch_size,
             progress=progress,
-            write=self._as(_Act()),
+            write=self._as(self._named()),
         )
         turn.take(self._connection)
         if turn.errors:
             raise turn.errors[0]
         return turn.totals
-
-    # --- the connection -----------------------------------------------------------------------------------------------
 
     def _fetch(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[TupleRow]:
         return operator_connection.fetch(self._connection, statement, parameters or {})
@@ -825,14 +793,19 @@ class Operator:
         ((answer,),) = self._fetch(question, parameters)
         return bool(answer)
 
-    def _as(self, act: _Act) -> retention.Run:
+    def _as(self, act: Mapping[str, object]) -> retention.Run:
         return lambda statement, parameters: self._act(statement, parameters, act)
 
+    def _named(self, stated: Mapping[str, JsonValue] | None = None) -> Mapping[str, object]:
+        """Return the name of an act, for each of its batches. The schema records `stated` apart from what it finds."""
+        given = {name: value for name, value in (stated or {}).items() if value not in (None, [])}
+        return {**self._actor, "act_id": uuid4(), "stated": Jsonb(given) if given else None}
+
     def _act(
-        self, statement: LiteralString, parameters: Mapping[str, object], act: _Act | None = None
+        self, statement: LiteralString, parameters: Mapping[str, object], act: Mapping[str, object] | None = None
     ) -> list[TupleRow]:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
-        return self._announced(act or _Act(), lambda: self._connection.execute(statement, parameters).fetchall())
+        return self._announced(act or self._named(), lambda: self._connection.execute(statement, parameters).fetchall())
 
     def _is_operator(self) -> bool:
         """Whether the role may announce acts. A producer enqueues and cancels without a record."""
@@ -840,14 +813,12 @@ class Operator:
             ((self._may_act,),) = self._connection.execute(sql.MAY_ACT).fetchall()
         return bool(self._may_act)
 
-    def _announced(self, act: _Act, work: Callable[[], _T]) -> _T:
+    def _announced(self, act: Mapping[str, object], work: Callable[[], _T]) -> _T:
         """Run `work` in a transaction with the name of this act."""
-        stated = {name: value for name, value in act.stated.items() if value not in (None, [])}
-        announced = {**self._actor, "act_id": act.id, "stated": Jsonb(stated) if stated else None}
 
         def announce_and_run() -> _T:
             if self._is_operator():
-                self._connection.execute(sql.ANNOUNCE_ACT, announced)
+                self._connection.execute(sql.ANNOUNCE_ACT, act)
             return work()
 
         try:
@@ -861,9 +832,6 @@ class Operator:
             if error.diag.constraint_name not in ("queue_ceiling", "blackout"):
                 raise
             raise StateError(f"{error.diag.message_primary}. {error.diag.message_hint}") from None
-
-
-# --- selections -------------------------------------------------------------------------------------------------------
 
 
 def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | None) -> dict[str, object]:
@@ -886,26 +854,12 @@ def _slices(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     return (items[start : start + size] for start in range(0, len(items) or 1, size))
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
-
 def _json_of(text: JsonValue, size: int | None) -> JsonValue:
     if not isinstance(text, str):
         return None
     if len(text.encode()) == size:
         with contextlib.suppress(ValueError, RecursionError):
             value = cast("JsonValue", json.loads(text))
-            if not _is_deep(value):
+            if is_plain(value, MAX_DEPTH):
                 return value
     return JsonText(text)
-
-
-def _is_deep(value: JsonValue) -> bool:
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
-    return bool(level)
-
-
-def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValue]:
-    return value.values() if isinstance(value, dict) else value

@@ -16,18 +16,13 @@ from uuid import UUID
 from pydantic import JsonValue
 
 from pgoutbox.encryption import SEALED, is_sealed
-from pgoutbox.message import OWED, State
+from pgoutbox.message import PARTITIONS, State
 from pgoutbox.operations.acts import ACTS, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
 from pgoutbox.text import pluralize
 from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
-_PARTITIONS: Final = (
-    frozenset(OWED),
-    frozenset({State.FAILED}),
-    frozenset({State.SENT, State.SKIPPED, State.CANCELLED}),
-)
 
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
@@ -77,7 +72,7 @@ class MessageFilter:
             states = {State.FAILED}
         elif self.due is not None or self.breaker is not None:
             states = {State.PENDING}
-        partitions = [partition for partition in _PARTITIONS if partition & states]
+        partitions = [partition for partition in PARTITIONS if states.intersection(partition)]
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "ids": None if self.ids is None else list(self.ids),
@@ -93,9 +88,6 @@ class MessageFilter:
         act = ACTS[action]
         act.require_states(self.states)
         return replace(self, states=tuple(sorted(self.states or act.usual)))
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
 
 
 class EraseResult(enum.StrEnum):
@@ -194,9 +186,6 @@ class Erasure:
     def is_complete(self) -> bool:
         """Whether no message is left: none was in flight or locked."""
         return not {EraseResult.IN_FLIGHT, EraseResult.LOCKED}.intersection(self.results.values())
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 class JsonText(str):

@@ -35,7 +35,6 @@ AUDIT_AT_LEAST: Final = timedelta(days=30)
 RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY, AUDIT)
 
 PRUNE_BATCH: Final = 5_000
-_PARTITIONED_BY_TIME: Final = frozenset(state.value for state in PRUNED_BY_DEFAULT)
 _DAYS_AHEAD: Final = timedelta(days=7)
 # A partition is dropped as a whole, and not emptied before, if that keeps a message at most this much longer than its
 # rule, as a fraction of the rule's time.
@@ -152,7 +151,7 @@ def plan_maintenance(
     now = facts.asked_at
     partitions = [partition for partition in facts.partitions if partition.name not in dropped]
     past = [partition for partition in partitions if partition.upper_at <= now]
-    keeps = [rule.keep for rule in facts.rules if rule.keep is not None and rule.state in _PARTITIONED_BY_TIME]
+    keeps = [rule.keep for rule in facts.rules if rule.keep is not None and rule.state in PRUNED_BY_DEFAULT]
     return MaintenancePlan(
         check=[p for p in past if p.name not in cache.kept_until and any(p.lower_at + keep <= now for keep in keeps)],
         drop=[p for p in past if p.name in cache.kept_until and cache.kept_until[p.name] <= now],
@@ -165,7 +164,7 @@ def _deletions(facts: MaintenanceFacts, cache: PartitionCache, partitions: Seque
         if rule.state == State.FAILED and rule.keep is not None:
             yield Deletion(rule, _BEGINNING, _END)
     for rule in facts.rules:
-        if rule.state not in _PARTITIONED_BY_TIME or rule.keep is None:
+        if rule.state not in PRUNED_BY_DEFAULT or rule.keep is None:
             continue
         if facts.default_bytes:
             yield from (Deletion(rule, since, until) for since, until in _gaps(facts))
@@ -273,8 +272,6 @@ class MaintenanceRun:
     def _plan(self) -> MaintenancePlan:
         return plan_maintenance(self._facts, self._cache, self._dropped)
 
-    # --- partitions ---------------------------------------------------------------------------------------------------
-
     def _make(self) -> None:
         while self._facts.lacks_partition and not self._is_over():
             if self._with_retries(self._fetch, sql.MAKE_PARTITION) is None:
@@ -316,8 +313,6 @@ class MaintenanceRun:
                 return cast("str | None", answer)
         return None
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
     def _delete(self) -> None:
         for rule, since, until, partition in self._plan().delete:
             parameters = {"topic": rule.topic, "state": rule.state, "since": since, "until": until} | self._limit
@@ -334,8 +329,6 @@ class MaintenanceRun:
                 # Messages committed even later are deleted a day later, when the cache is refreshed.
                 ended = self._facts.asked_at - rule.keep
                 self._cache.done_until[partition, rule] = until if until <= ended else ended - _COMMIT_DELAY
-
-    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def _keys_are_due(self) -> bool:
         return bool(self._cache.passes) or time.monotonic() - self._cache.keys_at > _KEYS_EVERY_SECONDS

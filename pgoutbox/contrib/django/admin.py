@@ -29,7 +29,7 @@ from pgoutbox.contrib.django.models import Message
 from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import limiting
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
-from pgoutbox.message import State
+from pgoutbox.message import OWED, PARTITIONS, State
 from pgoutbox.operations import ListedMessage, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, ActArguments, ActName
 from pgoutbox.text import visible
@@ -40,9 +40,6 @@ _USED_ROWS: Final = 2_000
 _SECONDS: Final = 5
 _MOST_RESENT: Final = 1_000  # Each copy has a transaction of its own.
 _LINKS: Final = frozenset({"waits_for", "superseded_by", "resend_of", "failure_of"})
-_LIVE: Final = (State.PENDING, State.SENDING)
-# For each partition, its states.
-_PARTITIONS: Final = (_LIVE, (State.FAILED,), (State.SENT, State.SKIPPED, State.CANCELLED))
 # Those that need no more than a reason.
 _ACTS: Final = {
     name: act
@@ -80,7 +77,7 @@ def _known(name: str) -> set[str]:
 def _used(name: str) -> set[str]:
     """Return those of the newest messages, of the newest live ones and of the newest failed ones."""
     newest = Message.objects.using(conf.alias()).order_by("-id").values_list(name, flat=True)
-    live, failed = newest.filter(state__in=_LIVE), newest.filter(state=State.FAILED)
+    live, failed = newest.filter(state__in=OWED), newest.filter(state=State.FAILED)
     return set(newest[:_USED_ROWS].union(live[:_USED_ROWS], failed[:_USED_ROWS]))
 
 
@@ -167,7 +164,7 @@ class MessageAdmin(admin.ModelAdmin):
     def first_id(self, request: HttpRequest) -> int:
         """Return the id from which the list searches."""
         state = request.GET.get("state__exact")
-        states = next((few for few in _PARTITIONS if state in few), State)
+        states = next((few for few in PARTITIONS if state in few), State)
         with connections[conf.alias()].cursor() as cursor:
             cursor.execute(_FIRST, [[one.value for one in states], ROWS - 1])
             return next((first for (first,) in cursor.fetchall()), 0)
