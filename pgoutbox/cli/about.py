@@ -9,9 +9,9 @@ from typing import Annotated
 import psycopg
 import typer
 
-from pgoutbox.cli.arguments import Json
-from pgoutbox.cli.console import print_line, print_result
-from pgoutbox.cli.program import app, stated_person
+from pgoutbox.cli.console import print_json, print_line
+from pgoutbox.cli.options import Json, stated_person
+from pgoutbox.cli.program import app
 
 
 @app.command()
@@ -65,4 +65,7 @@ def version(*, as_json: Json = False) -> None:
         "psycopg": psycopg.__version__,
         "libpq": str(psycopg.pq.version()),
     }
-    print_result(versions, " ".join(f"{name} {number}" for name, number in versions.items()), as_json=as_json)
+    if as_json:
+        print_json(versions)
+    else:
+        print_line(" ".join(f"{name} {number}" for name, number in versions.items()))

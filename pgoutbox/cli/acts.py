@@ -7,10 +7,10 @@ command in a transaction that is rolled back.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from inspect import Parameter, Signature
 from typing import Annotated, Any, Final, cast
 
 import typer
@@ -18,18 +18,7 @@ from pydantic import JsonValue
 from typing_extensions import Unpack
 
 from pgoutbox.catalogue import correct_message
-from pgoutbox.cli.arguments import (
-    BulkOptions,
-    Dsn,
-    Json,
-    Limit,
-    duration_option,
-    expanded,
-    load_outbox,
-    parse_due_time,
-    parse_id,
-    read_ids,
-)
+from pgoutbox.cli.arguments import duration_option, load_outbox, parse_due_time, parse_id, read_ids
 from pgoutbox.cli.console import (
     FAILED,
     print_documents,
@@ -40,21 +29,12 @@ from pgoutbox.cli.console import (
     print_table,
     progress,
 )
-from pgoutbox.cli.program import (
-    app,
-    confirm,
-    interruptible,
-    open_operator,
-    print_messages,
-    read_settings,
-    redacted_names_of,
-    require_known_queue,
-)
+from pgoutbox.cli.options import BulkOptions, Limit, Options, command, open_operator
+from pgoutbox.cli.program import confirm, interruptible, print_messages, require_known_queue
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.operations import Action, ActResult, Correction, MessageFilter, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, DID, Act, ActArguments, ActName
-from pgoutbox.settings import Settings
 from pgoutbox.text import pluralize
 
 _MAX_COUNT: Final = 100_000
@@ -78,23 +58,26 @@ _OPTIONS: Final[Mapping[str, Any]] = {
 }
 
 
-def _add(act: Act) -> None:
-    """Add the command of an act."""
+def _command_of(name: ActName) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the command of an act, with its help."""
 
-    def command(options: BulkOptions, **changes: Unpack[ActArguments]) -> None:
+    def register(run: Callable[..., None]) -> Callable[..., None]:
+        run.__doc__ = f"{ACTS[name].says}\n\n{ACTS[name].more}"
+        return command(name)(run)
+
+    return register
+
+
+def _add(act: Act) -> None:
+    def run(options: BulkOptions, **changes: Unpack[ActArguments]) -> None:
         _run(act.name, options, **changes)
 
-    command.__doc__ = f"{act.says}\n\n{act.more}"
-    parameters = [inspect.Parameter("options", inspect.Parameter.KEYWORD_ONLY, annotation=BulkOptions)]
+    parameters = [Parameter("options", Parameter.KEYWORD_ONLY, annotation=BulkOptions)]
     for argument in act.arguments:
-        default = inspect.Parameter.empty if argument.required else None
-        parameters.append(
-            inspect.Parameter(
-                argument.name, inspect.Parameter.KEYWORD_ONLY, annotation=_OPTIONS[argument.name], default=default
-            )
-        )
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(act.name)(expanded(command))
+        default, option = Parameter.empty if argument.required else None, _OPTIONS[argument.name]
+        parameters.append(Parameter(argument.name, Parameter.KEYWORD_ONLY, annotation=option, default=default))
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    _command_of(act.name)(run)
 
 
 for _act in ACTS.values():
@@ -102,9 +85,8 @@ for _act in ACTS.values():
         _add(_act)
 
 
-@app.command()
-@expanded
-def correct(
+@_command_of("correct")
+def _correct(
     options: BulkOptions,
     *,
     changes: Annotated[
@@ -116,21 +98,14 @@ def correct(
         ),
     ],
 ) -> None:
-    """Change fields of pending and failed messages, and make failed ones pending.
-
-    --set owner= removes the owner. --set payload='{"email": "ada@example.org"}' replaces this member and keeps the
-    others; null removes one. With --app or PGOUTBOX_APP, the model of the topic checks the payload. Payload and headers
-    need a role that may read them. The audit records the names of the fields, and no values.
-    """
     correction = _correction_of(changes)
     if not correction.keys() & {"payload", "headers"}:
         _run("correct", options, correction=correction)
         return
     if not options.message_ids or options.every or options.filter().given():
         raise typer.BadParameter("--set payload and --set headers: give message ids, and no filter")
-    settings = read_settings(options.dsn, app=options.where)
-    outbox = None if settings.app is None else load_outbox(settings.app)
-    with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
+    outbox = None if options.settings.app is None else load_outbox(options.settings.app)
+    with open_operator(options.settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
         results = [correct_message(operator, outbox, message_id, correction) for message_id in options.message_ids]
     _print_results("correct", results, options)
 
@@ -150,9 +125,8 @@ def _correction_of(changes: list[str]) -> Correction:
     return cast("Correction", correction)
 
 
-@app.command()
-@expanded
-def cancel(
+@_command_of("cancel")
+def _cancel(
     options: BulkOptions,
     *,
     coalesce_key: Annotated[
@@ -160,10 +134,6 @@ def cancel(
     ] = None,
     dedupe_key: Annotated[str | None, typer.Option(help="With --topic: only the message with this key.")] = None,
 ) -> None:
-    """Cancel messages.
-
-    Asks the handler of an in-flight message to stop. The message is not retried.
-    """
     if coalesce_key is None and dedupe_key is None:
         _run("cancel", options)
         return
@@ -172,14 +142,14 @@ def cancel(
     if None not in (coalesce_key, dedupe_key) or is_by_id or options.every or list(which.given()) != ["topic"]:
         raise typer.BadParameter("give message ids, or --topic with --coalesce-key or --dedupe-key")
     topic = str(which.topic)
-    with open_operator(read_settings(options.dsn, app=options.where)) as operator, _trying(operator, options):
+    with open_operator(options.settings) as operator, _trying(operator, options):
         results = operator.cancel_by_key(topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     if not results:
         raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
     _print_results("cancel", results, options)
 
 
-@app.command()
+@command()
 def audit(
     *,
     message: Annotated[
@@ -191,42 +161,26 @@ def audit(
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only acts older than this one.")
     ] = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: Options,
 ) -> None:
     """List acts of operators, newest first. With --json one document per line."""
-    settings = read_settings(dsn)
-    with open_operator(settings, read_only=True) as operator:
+    with open_operator(options.settings, read_only=True) as operator:
         found = operator.list_acts(message_id=message, actor=actor, action=action, before_id=before, limit=limit)
-    acts = [act.redacted(settings.redacted_names) for act in found]
-    if as_json:
+    acts = [act.redacted(options.settings.redacted_names) for act in found]
+    if options.as_json:
         print_documents(acts)
         return
+    names = ("id", "acted_at", "actor", "stated_by", "origin", "action", "queue", "message_count")
+    rows = []
+    for act in acts:
+        ids = ", ".join(map(str, (act.first_ids or [])[:5])) + ("…" if len(act.first_ids or []) > 5 else "")
+        facts = [f"{name}={value}" for part in (act.stated, act.details) for name, value in (part or {}).items()]
+        rows.append([*(getattr(act, name) for name in names), ids, ", ".join(facts)])
     print_table(
-        ("id", "time", "actor", "stated by", "origin", "action", "queue", "messages", "message ids", "details"),
-        [
-            (
-                act.id,
-                act.acted_at,
-                act.actor,
-                act.stated_by,
-                act.origin,
-                act.action,
-                act.queue,
-                act.message_count,
-                ", ".join(map(str, (act.first_ids or [])[:5])) + ("…" if len(act.first_ids or []) > 5 else ""),
-                ", ".join(
-                    f"{name}={value}" for part in (act.stated, act.details) for name, value in (part or {}).items()
-                ),
-            )
-            for act in acts
-        ],
+        ("id", "time", "actor", "stated by", "origin", "action", "queue", "messages", "message ids", "details"), rows
     )
     if len(acts) == limit:
         print_note(f"there may be more rows: --before {acts[-1].id}")
-
-
-# --- one or many messages ---------------------------------------------------------------------------------------------
 
 
 def _run(action: ActName, options: BulkOptions, **changes: Unpack[ActArguments]) -> None:
@@ -240,8 +194,7 @@ def _run(action: ActName, options: BulkOptions, **changes: Unpack[ActArguments])
         _run_by_filter(action, options, which, changes)
         return
     ids = list(options.message_ids or ()) if options.file is None else read_ids(options.file)
-    settings = read_settings(options.dsn, app=options.where)
-    with open_operator(settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
+    with open_operator(options.settings) as operator, interruptible(_COMMITTED), _trying(operator, options):
         results = [result for batch in operator.bulk(action, ids, **changes) for result in batch.results]
     _print_results(action, results, options)
 
@@ -280,15 +233,14 @@ def _run_by_filter(action: ActName, options: BulkOptions, which: MessageFilter, 
         which = which.limited_to(action)
     except StateError as error:
         raise typer.BadParameter(f"--state: {error}") from None
-    settings = read_settings(options.dsn, app=options.where)
     done: Counter[str] = Counter()
     left: Counter[str] = Counter()
-    with open_operator(settings) as operator:
+    with open_operator(options.settings) as operator:
         count = operator.count_matching(which, limit=_MAX_COUNT)
         if count == 0:
             require_known_queue(operator, which.queue)
         if options.dry_run:
-            _print_preview(operator, settings, action, which, count, as_json=options.as_json)
+            _print_preview(operator, options, action, which, count)
             return
         if count:
             states = " and ".join(which.states)
@@ -314,14 +266,12 @@ def _words(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {result.replace('_', ' ')}" for result, count in sorted(counts.items()))
 
 
-def _print_preview(
-    operator: Operator, settings: Settings, action: ActName, which: MessageFilter, count: int, *, as_json: bool
-) -> None:
-    names_of = redacted_names_of(settings)
+def _print_preview(operator: Operator, options: BulkOptions, action: ActName, which: MessageFilter, count: int) -> None:
+    names_of = options.redacted_names()
     first = [
         message.redacted(names_of(message.topic)) for message in operator.list_messages(which, limit=_PREVIEW_ROWS)
     ]
-    if as_json:
+    if options.as_json:
         print_json({"would": action, "count": count, "is_all": count < _MAX_COUNT, "newest": [m.id for m in first]})
         return
     matches = f"{_MAX_COUNT:,} or more messages" if count == _MAX_COUNT else pluralize(count, "message")

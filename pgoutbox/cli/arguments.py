@@ -5,25 +5,21 @@ An invalid argument raises a usage or configuration error that says which values
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ArgumentError, ConfigurationError, NotReadyError, PgOutboxError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations import MessageFilter, Rate
+from pgoutbox.operations import Rate
 from pgoutbox.operations.retention import MAX_AGE
 from pgoutbox.options import MAX_ID
 from pgoutbox.outbox import Outbox
@@ -34,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_RATE_COUNT: Final = 1_000_000
 MAX_RATE_SECONDS: Final = 2_592_000
+_MAX_IDS: Final = 1_000_000
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
@@ -61,25 +58,19 @@ def duration_option(name: str, description: str) -> Any:  # noqa: ANN401 - as ty
     return typer.Option(name, parser=parse_duration, metavar="DURATION", help=description)
 
 
-def parse_moment(text: str) -> datetime:
+def parse_past_time(text: str) -> datetime:
     """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or an age such as 2h."""
-    if _is_duration(text):
-        return datetime.now(UTC) - parse_duration(text)
-    return _parse_time(text, "an age such as 2h")
+    return _parse_time(text, -1, "an age such as 2h")
 
 
 def parse_due_time(text: str) -> datetime:
     """Parse an ISO 8601 time with offset, such as 2026-11-21T10:00Z, or a delay such as 2h."""
-    if _is_duration(text):
-        return datetime.now(UTC) + parse_duration(text)
-    return _parse_time(text, "a delay such as 2h")
+    return _parse_time(text, 1, "a delay such as 2h")
 
 
-def _is_duration(text: str) -> bool:
-    return re.fullmatch(r"[0-9.]+[smhdw]", text) is not None
-
-
-def _parse_time(text: str, otherwise: str) -> datetime:
+def _parse_time(text: str, direction: int, otherwise: str) -> datetime:
+    if re.fullmatch(r"[0-9.]+[smhdw]", text) is not None:
+        return datetime.now(UTC) + direction * parse_duration(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -91,7 +82,7 @@ def _parse_time(text: str, otherwise: str) -> datetime:
     return moment
 
 
-def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
+def read_ids(file: Path) -> list[int]:
     """Read the message ids of a file, one per line. Ignores empty lines and comments after `#`."""
     try:
         text = (sys.stdin.buffer.read() if str(file) == "-" else _read_file(file)).decode()
@@ -105,8 +96,8 @@ def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
                 ids.append(parse_id(word))
             except typer.BadParameter as error:
                 raise typer.BadParameter(f"{file}, line {number}: {error.message}") from None
-    if len(ids) > limit:
-        raise typer.BadParameter(f"{file}: {len(ids)} ids, more than {limit}; use a filter instead")
+    if len(ids) > _MAX_IDS:
+        raise typer.BadParameter(f"{file}: {len(ids)} ids, more than {_MAX_IDS}; use a filter instead")
     return ids
 
 
@@ -188,120 +179,6 @@ def parse_header(text: str) -> tuple[str, str]:
     return name, value
 
 
-App = Annotated[
-    str | None,
-    typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox of the application (default: PGOUTBOX_APP)."),
-]
-Dsn = Annotated[
-    str | None,
-    typer.Option(
-        "--dsn",
-        metavar="DSN",
-        help="Connection string. Visible in the process list: prefer PGOUTBOX_DSN.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UTC.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="Message id.")]
-InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of rows.")]
-RuleTopic = Annotated[str, typer.Argument(metavar="TOPIC", help="A topic, or * for all topics without their own rule.")]
-RuleState = Annotated[
-    str,
-    typer.Argument(
-        metavar="STATE",
-        help="sent, failed, skipped or cancelled; dedupe_key, for keys of deleted messages; or audit, for old acts.",
-    ),
-]
-InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the effect without changes.")]
-Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="ID", help="Message ids.")]
-IdFile = Annotated[
-    Path | None,
-    typer.Option("--file", metavar="FILE", help="Read the ids from this file, one per line; - means stdin."),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilterOptions:
-    """The options of every command that selects messages."""
-
-    states: Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state. Repeatable.")] = (
-        None
-    )
-    topic: InTopic = None
-    queue: InQueue = None
-    destination: Annotated[str | None, typer.Option(help="Only messages to this URI or e-mail address.")] = None
-    owner: Annotated[str | None, typer.Option(help="Only messages of this owner.")] = None
-    key: Annotated[str | None, typer.Option(help="Only messages with this coalesce, dedupe or ordering key.")] = None
-    text: Annotated[
-        str | None, typer.Option(help="Only messages with this text in the destination, the owner, a key or the error.")
-    ] = None
-    group: Annotated[
-        str | None, typer.Option(metavar="GROUP", help="Only failed messages of this group; see failures.")
-    ] = None
-    breaker: Annotated[
-        str | None, typer.Option(metavar="BREAKER", help="Only pending messages behind this open circuit breaker.")
-    ] = None
-    since: Annotated[
-        datetime | None,
-        typer.Option(
-            parser=parse_moment,
-            metavar="TIME",
-            help="Only messages enqueued since this time, such as 2026-11-21T10:00Z, or 2h for two hours ago.",
-        ),
-    ] = None
-    until: Annotated[
-        datetime | None,
-        typer.Option(parser=parse_moment, metavar="TIME", help="Only messages enqueued before this time."),
-    ] = None
-    where: App = None
-    dsn: Dsn = None
-    as_json: Json = False
-
-    def filter(self) -> MessageFilter:
-        """Return the filter for messages."""
-        return MessageFilter(
-            states=self.states or (),
-            topic=self.topic,
-            queue=self.queue,
-            destination=self.destination,
-            owner=self.owner,
-            key=self.key,
-            text=self.text,
-            error_group=self.group,
-            breaker=self.breaker,
-            created_from=self.since,
-            created_before=self.until,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BulkOptions(FilterOptions):
-    """The arguments and options of every command that changes messages."""
-
-    message_ids: Ids = None
-    file: IdFile = None
-    every: Annotated[bool, typer.Option("--all", help="Select all messages that match the filter, if any.")] = False
-    dry_run: DryRun = False
-    yes: Yes = False
-
-
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Declare each field of the parameter `options`, a dataclass, as an option of the command."""
-    parameters = inspect.signature(command, eval_str=True).parameters
-    shared = parameters["options"].annotation
-
-    @functools.wraps(command)
-    def call(**given: object) -> None:
-        command(shared(**{field.name: given.pop(field.name) for field in fields(shared)}), **given)
-
-    own = [parameter for parameter in parameters.values() if parameter.name != "options"]
-    every = [*own, *inspect.signature(shared, eval_str=True).parameters.values()]
-    call.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
-    return call
-
-
 def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:
     """Read the payload from the argument, stdin or a file. Raises `ArgumentError` with the source and the fault."""
     if file is None and argument != "-":
@@ -327,11 +204,13 @@ def _read_file(file: Path, limit: int = -1) -> bytes:
         raise ArgumentError(str(file), f"cannot be read: {error.strerror}") from None
 
 
-def load_outbox(where: str) -> Outbox:
+def load_outbox(where: str | None) -> Outbox:
     """Import the outbox `module:attribute`, with the current directory on the path.
 
     Raises `ConfigurationError` for a wrong name, and `NotReadyError` for a module that is missing or fails on import.
     """
+    if where is None:
+        raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     module_name, separator, attribute = where.partition(":")
     if not (separator and module_name and attribute):
         raise ConfigurationError(f"app {where!r}: must be module:attribute, for example shop.messages:outbox")

@@ -7,15 +7,11 @@ returns an exit code.
 from pgoutbox.cli import (  # noqa: F401 - each registers its commands
     about,
     acts,
-    breakers,
+    control,
     deletion,
     doctor,
-    erasure,
     messages,
-    queues,
-    redirect,
     schema,
-    topics,
     watch,
     worker,
 )

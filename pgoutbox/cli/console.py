@@ -85,14 +85,6 @@ def print_documents(rows: Iterable[NamedTuple]) -> None:
         print_json(row._asdict())
 
 
-def print_result(document: object, text: str, *, as_json: bool) -> None:
-    """Write the result of a command: the JSON document, or the line of text."""
-    if as_json:
-        print_json(document)
-    else:
-        print_line(text)
-
-
 def print_line(text: str) -> None:
     """Write one line of text."""
     sys.stdout.write(printable(text) + "\n")
@@ -106,7 +98,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         console = Console(highlight=False)
         console.print(_rich_table(columns, rows, console.width))
         return
-    for line in (columns, *([_cell(value) for value in row] for row in rows)):
+    for line in (columns, *([cell(value) for value in row] for row in rows)):
         sys.stdout.write("\t".join(line) + "\n")
 
 
@@ -138,7 +130,7 @@ def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[_cell(value) for value in row] for row in rows]
+    cells = [[cell(value) for value in row] for row in rows]
     widths: list[int] = []
     for index, column in enumerate(columns):
         longest = max((cell_len(row[index]) for row in cells), default=0)
@@ -163,7 +155,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
     width, gap = (max(map(len, fields)), "  ") if is_terminal else (0, "\t")
     for name, value in fields.items():
         if value is not None:
-            lines = value.split("\n") if isinstance(value, str) and is_terminal else [_cell(value)]
+            lines = value.split("\n") if isinstance(value, str) and is_terminal else [cell(value)]
             text = f"\n{'':<{width}}{gap}".join(map(printable, lines))
             sys.stdout.write(f"{name:<{width}}{gap}{text}\n")
 
@@ -216,8 +208,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """Return a value as a table has it."""
     match value:
+        case list():
+            return ", ".join(map(cell, value))
         case None:
             return ""
         case datetime():
@@ -311,6 +306,8 @@ class _LogFile(WatchedFileHandler):
     `is_told` is false, a failure is told on stderr, once.
     """
 
+    _setting = "PGOUTBOX_LOG_FILE="
+
     def __init__(self, path: str, *, then: logging.Handler, is_told: bool = True) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
         self._then = then
@@ -361,20 +358,18 @@ class _LogFile(WatchedFileHandler):
         if not self._has_failed and self._is_told:
             reason = error.strerror or type(error).__name__
             target = self._then.baseFilename if isinstance(self._then, _LogFile) else "stderr"
-            print_warning(f"{self._title}: {reason}; the log goes to {target}")
+            print_warning(f"{self._setting}{self.baseFilename}: {reason}; the log goes to {target}")
         self._has_failed = True
         stream, self.stream = self.stream, None
         if stream is not None:
             with contextlib.suppress(OSError):
                 stream.close()
 
-    @property
-    def _title(self) -> str:
-        return f"PGOUTBOX_LOG_FILE={self.baseFilename}"
-
 
 class _OwnFile(_LogFile):
     """A file that pgoutbox chooses: only this user can read it, and one older file is kept."""
+
+    _setting = ""
 
     def check(self) -> None:
         """Open the file at the start. A large one is moved aside, because nobody rotates it."""
@@ -387,10 +382,6 @@ class _OwnFile(_LogFile):
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=_open_own)
-
-    @property
-    def _title(self) -> str:
-        return self.baseFilename
 
 
 def _state_file() -> str:
@@ -420,12 +411,14 @@ def _open_own(path: str, flags: int) -> int:
     return descriptor
 
 
-class TextFormatter(logging.Formatter):
-    """Formats a record as one line: time, level, logger, text and the fields of `extra`; then the traceback."""
-
+class _Masking(logging.Formatter):
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
         self._secrets = frozenset(secrets)
+
+
+class TextFormatter(_Masking):
+    """Formats a record as one line: time, level, logger, text and the fields of `extra`; then the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record without secrets and control characters, except the line ends of a traceback."""
@@ -435,12 +428,8 @@ class TextFormatter(logging.Formatter):
         return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_Masking):
     """Formats a record as a JSON object: `time` (ISO, UTC), `level`, `logger`, `message`, and the `extra` fields."""
-
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
-        super().__init__()
-        self._secrets = frozenset(secrets)
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record as JSON on one line, without secrets."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, Json, load_outbox
+from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, coloured, mask, print_json, print_note, printable, secrets_in
+from pgoutbox.cli.options import App, Dsn, Json
 from pgoutbox.cli.program import app
 from pgoutbox.settings import load_settings, secret_values
 

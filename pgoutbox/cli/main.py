@@ -15,7 +15,7 @@ import psycopg
 
 from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
 from pgoutbox.database.server import is_tls_refusal, missing_object
-from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError, NotReadyError, PgOutboxError
+from pgoutbox.errors import ArgumentError, ConfigurationError, NotReadyError, PgOutboxError, require_extra
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import SECRET_VARIABLES
 from pgoutbox.text import one_line
@@ -78,11 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("the command line") from error
+    for module in ("rich", "typer"):
+        require_extra(module, "the command line")
     _command()(args=arguments, prog_name="pgoutbox")
 
 

@@ -1,31 +1,19 @@
-"""The commands on messages."""
+"""The commands on messages and topics."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, assert_never
+from typing import Annotated, Any, Final, assert_never
 
 import typer
+from pydantic import JsonValue
 
-from pgoutbox.catalogue import draft_message, find_topic
-from pgoutbox.cli.arguments import (
-    App,
-    Dsn,
-    FilterOptions,
-    InQueue,
-    Json,
-    Limit,
-    MessageId,
-    duration_option,
-    expanded,
-    load_outbox,
-    parse_header,
-    parse_id,
-    read_payload,
-)
+from pgoutbox.catalogue import TopicFacts, describe_topics, draft_message, find_topic
+from pgoutbox.cli.arguments import duration_option, load_outbox, parse_header, parse_id, read_payload
 from pgoutbox.cli.console import (
     FAILED,
     configure_logging,
@@ -38,50 +26,64 @@ from pgoutbox.cli.console import (
     print_table,
     print_warning,
 )
+from pgoutbox.cli.options import AppOptions, FilterOptions, InQueue, Limit, Options, command, open_operator
 from pgoutbox.cli.program import (
-    app,
     describe_pause,
-    open_operator,
     print_messages,
     print_paused_topics,
     print_topics,
-    read_settings,
-    redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.errors import ArgumentError, ConfigurationError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
-from pgoutbox.operations import JsonText, TopicCounts
+from pgoutbox.operations import JsonText, PausedTopic, TopicCounts
 from pgoutbox.options import OnDuplicate, check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.redaction import redact_text
-from pgoutbox.settings import Settings
+from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS
 from pgoutbox.topics import Topic
 
-if TYPE_CHECKING:
-    from pydantic import JsonValue
+_TOPIC_COLUMNS: Final = (
+    *("topic", "queue", "payload", "destination", "computed", "attempts", "retry", "delay", "expires after"),
+    *("options", "redact", "handler"),
+)
 
 
-TopicName = Annotated[str, typer.Argument(help="Topic of the message; selects the handler.")]
-Payload = Annotated[str | None, typer.Argument(help="Payload as JSON (default: null); - reads it from stdin.")]
-PayloadFile = Annotated[
-    Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the payload from this file.")
-]
-Destination = Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")]
-Headers = Annotated[
-    list[Any] | None,
-    typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="Header of the message. Repeatable."),
-]
+@dataclass(frozen=True, kw_only=True)
+class MessageOptions(AppOptions):
+    """The arguments and options of a message that a person enqueues or sends."""
+
+    topic: Annotated[str, typer.Argument(help="Topic of the message; selects the handler.")]
+    payload: Annotated[str | None, typer.Argument(help="Payload as JSON (default: null); - reads it from stdin.")] = (
+        None
+    )
+    payload_file: Annotated[
+        Path | None, typer.Option("--payload-file", metavar="FILE", help="Read the payload from this file.")
+    ] = None
+    destination: Annotated[str | None, typer.Option(help="Receiver of the message, as a URI.")] = None
+    given_headers: Annotated[
+        list[Any] | None,
+        typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="Header of the message. Repeatable."),
+    ] = None
+
+    def value(self) -> JsonValue:
+        """Return the payload."""
+        if self.payload is not None and self.payload_file is not None:
+            raise typer.BadParameter("give the payload as an argument or as --payload-file, not both")
+        return read_payload(self.payload, self.payload_file, limit=self.settings.max_payload_bytes)
+
+    def headers(self) -> dict[str, str] | None:
+        """Return the headers; None if there are none."""
+        headers = dict(self.given_headers or [])
+        if len(headers) < len(self.given_headers or []):
+            raise typer.BadParameter("--header: two headers have the same name")
+        return headers or None
 
 
-@app.command()
+@command()
 def enqueue(
-    topic: TopicName,
-    payload: Payload = None,
     *,
-    payload_file: PayloadFile = None,
     queue: Annotated[str | None, typer.Option(help="Queue of the message (default: default).")] = None,
-    destination: Destination = None,
     coalesce_key: Annotated[
         str | None, typer.Option(help="Only the newest message with this key is delivered.")
     ] = None,
@@ -98,13 +100,10 @@ def enqueue(
         str | None, typer.Option(help="Person or thing of the application to which the message belongs.")
     ] = None,
     delay: Annotated[timedelta | None, duration_option("--delay", "Earliest delivery, such as 15m from now.")] = None,
-    headers: Headers = None,
     encrypt: Annotated[
         bool, typer.Option("--encrypt", help="Encrypt the payload with PGOUTBOX_ENCRYPTION_KEYS.")
     ] = False,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: MessageOptions,
 ) -> None:
     """Enqueue one message and print its id.
 
@@ -115,49 +114,42 @@ def enqueue(
 
     The role of a producer is enough. With the role of an operator, the audit records the act.
     """
-    settings = read_settings(dsn, app=where)
-    value = _payload_of(payload, payload_file, settings)
+    settings, name = options.settings, options.topic
+    value = options.value()
     outbox = Outbox(settings) if settings.app is None else load_outbox(settings.app)
+    if settings.app is None:
+        topic: Topic[Any] = Topic(check_name("topic", name), encrypted=encrypt)
+    elif encrypt and not find_topic(outbox, name).encrypted:
+        raise ArgumentError("encrypt", f"belongs to the definition of topic {name!r}; do not pass it")
+    else:
+        topic = find_topic(outbox, name)
     draft = draft_message(
         outbox,
-        _topic_of(outbox, topic, encrypt=encrypt) if settings.app is not None else _undefined(topic, encrypt=encrypt),
+        topic,
         value,
         queue=queue,
-        destination=destination,
+        destination=options.destination,
         coalesce_key=coalesce_key,
         dedupe_key=dedupe_key,
         on_duplicate=on_duplicate,
         owner=owner,
         delay=delay,
-        headers=_headers_of(headers),
+        headers=options.headers(),
     )
     with open_operator(settings) as operator:
-        is_known = settings.app is not None or operator.is_known_topic(topic)
+        is_known = settings.app is not None or operator.is_known_topic(name)
         receipt = operator.enqueue(draft)
     if not is_known:
         print_warning(
-            f"topic {topic!r} is unknown to all workers and messages: check its name; --app checks it by its definition"
+            f"topic {name!r} is unknown to all workers and messages: check its name; --app checks it by its definition"
         )
-    if as_json:
-        print_json(receipt._asdict())
-        return
-    if receipt.duplicate:
+    if receipt.duplicate and not options.as_json:
         print_note(f"a message with this dedupe key already exists, and is {receipt.state or 'deleted'}")
-    print_line(str(receipt.id))
+    options.print(receipt._asdict(), str(receipt.id))
 
 
-@app.command()
-def send(
-    topic: TopicName,
-    payload: Payload = None,
-    *,
-    payload_file: PayloadFile = None,
-    destination: Destination = None,
-    headers: Headers = None,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
-) -> None:
+@command()
+def send(options: MessageOptions) -> None:
     """Run a topic's handler once, send what it returns, and print the outcome. Nothing is stored.
 
     For a test of handler, settings and mail server. There is no retry: use `pgoutbox enqueue` for a message that must
@@ -165,26 +157,22 @@ def send(
 
     Exits with 0 if it was sent, else with 1. Needs --app or PGOUTBOX_APP. The role of a producer is enough.
     """
-    settings = read_settings(dsn, app=where)
-    value = _payload_of(payload, payload_file, settings)
-    if settings.app is None:
-        raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
+    settings, topic = options.settings, options.topic
+    value = options.value()
     outbox = load_outbox(settings.app)
     names = settings.redacted_names + find_topic(outbox, topic).redact
     configure_logging(settings, is_quiet=True)
     from pgoutbox.worker import send_directly
 
     outcome = send_directly(
-        outbox, topic, value, destination=destination, headers=_headers_of(headers), settings=settings
+        outbox, topic, value, destination=options.destination, headers=options.headers(), settings=settings
     )
     name, text = _told(outcome)
     if isinstance(outcome, Exception) and outcome.__cause__ is not None and not settings.error_texts:
         text = type(outcome.__cause__).__name__
     text = None if text is None else redact_text(text, names)
-    if as_json:
-        print_json({"outcome": name, "error": text})
-    elif isinstance(outcome, Sent):
-        print_line(name)
+    if options.as_json or isinstance(outcome, Sent):
+        options.print({"outcome": name, "error": text}, name)
     else:
         print_error(f"{name}: {text}" if text else name)
     if not isinstance(outcome, Sent):
@@ -210,32 +198,7 @@ def _told(outcome: Outcome) -> tuple[str, str | None]:
             assert_never(outcome)
 
 
-def _payload_of(payload: str | None, payload_file: Path | None, settings: Settings) -> JsonValue:
-    if payload is not None and payload_file is not None:
-        raise typer.BadParameter("give the payload as an argument or as --payload-file, not both")
-    return read_payload(payload, payload_file, limit=settings.max_payload_bytes)
-
-
-def _headers_of(headers: list[Any] | None) -> dict[str, str] | None:
-    names = [name for name, _ in headers or []]
-    if len(set(names)) < len(names):
-        raise typer.BadParameter("--header: two headers have the same name")
-    return dict(headers or []) or None
-
-
-def _undefined(name: str, *, encrypt: bool) -> Topic[Any]:
-    return Topic(check_name("topic", name), encrypted=encrypt)
-
-
-def _topic_of(outbox: Outbox, name: str, *, encrypt: bool) -> Topic[Any]:
-    topic = find_topic(outbox, name)
-    if encrypt and not topic.encrypted:
-        raise ArgumentError("encrypt", f"belongs to the definition of topic {name!r}; do not pass it")
-    return topic
-
-
-@app.command("list")
-@expanded
+@command("list")
 def list_messages(
     options: FilterOptions,
     *,
@@ -248,9 +211,8 @@ def list_messages(
 
     Hides the same values as `pgoutbox show`.
     """
-    settings = read_settings(options.dsn, app=options.where)
-    names_of = redacted_names_of(settings)
-    with open_operator(settings, read_only=True) as operator:
+    names_of = options.redacted_names()
+    with open_operator(options.settings, read_only=True) as operator:
         messages = operator.list_messages(options.filter(), before_id=before, limit=limit)
         if not messages:
             require_known_queue(operator, options.queue)
@@ -265,16 +227,14 @@ def list_messages(
         print_note(f"there may be more rows: --before {messages[-1].id}")
 
 
-@app.command()
+@command()
 def show(
-    message_id: MessageId,
+    message_id: Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="Message id.")],
     *,
     whole: Annotated[
         bool, typer.Option("--whole", help="Show the full payload, headers, content and last error.")
     ] = False,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: AppOptions,
 ) -> None:
     """Show one message, its payload and its attempts.
 
@@ -284,14 +244,13 @@ def show(
     Hides encrypted payloads, values with names such as password or token, and names in PGOUTBOX_REDACT. With --app or
     PGOUTBOX_APP, it also hides the names that the topic redacts.
     """
-    settings = read_settings(dsn, app=where)
-    names_of = redacted_names_of(settings)
-    with open_operator(settings, read_only=True) as operator:
-        message, attempts = operator.show_message(message_id, whole=whole or as_json)
+    names_of = options.redacted_names()
+    with open_operator(options.settings, read_only=True) as operator:
+        message, attempts = operator.show_message(message_id, whole=whole or options.as_json)
     names = names_of(message.topic)
     fields = message.redacted(names)._asdict()
     attempts = [attempt.redacted(names) for attempt in attempts]
-    if as_json:
+    if options.as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
     for name in ("headers", "payload", "content"):
@@ -313,14 +272,12 @@ def show(
         print_table(columns, [[getattr(a, name) for name in columns] for a in attempts])
 
 
-@app.command()
+@command()
 def failures(
     *,
     topic: Annotated[str | None, typer.Option(help="Only messages of this topic.")] = None,
     since: Annotated[timedelta | None, duration_option("--since", "Only messages that failed this lately: 1d.")] = None,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: AppOptions,
 ) -> None:
     """Show the failed messages by topic and cause, those with the most failures in the last hour first.
 
@@ -328,37 +285,31 @@ def failures(
     redrive or dismiss as --group. `failed_again` counts messages that had failed before and were redriven. Reads the
     3,000 messages that failed last.
     """
-    settings = read_settings(dsn, app=where)
-    names_of = redacted_names_of(settings)
-    with open_operator(settings, read_only=True) as operator:
+    names_of = options.redacted_names()
+    with open_operator(options.settings, read_only=True) as operator:
         groups = operator.list_failures(topic=topic, within=since)
-    groups = [group.redacted(names_of(group.topic)) for group in groups]
-    if as_json:
-        print_documents(groups)
-        return
     columns = (
         *("messages", "last_hour", "hour_before", "failed_again", "topic", "cause", "group", "place", "error"),
         *("first_at", "last_at", "newest_id"),
     )
-    print_table(columns, [[getattr(group, name) for name in columns] for group in groups])
+    options.print_rows(columns, [group.redacted(names_of(group.topic)) for group in groups])
 
 
-@app.command()
-def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
+@command()
+def stats(*, queue: InQueue = None, options: Options) -> None:
     """Count messages by topic; list paused queues, open circuit breakers and redirects.
 
     Shows the 50 topics that are late for longest or have the most failed messages, and with --json all.
     """
-    settings = read_settings(dsn)
-    with open_operator(settings, read_only=True) as operator:
-        open_breakers = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
+    with open_operator(options.settings, read_only=True) as operator:
+        open_breakers = [breaker.redacted(options.settings.redacted_names) for breaker in operator.list_open_breakers()]
         redirects = operator.redirects()
         counts = operator.count_messages(queue=queue)
         paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
         paused_topics = operator.list_paused_topics()
         if not counts:
             require_known_queue(operator, queue)
-    if as_json:
+    if options.as_json:
         print_json(
             {
                 "topics": [c._asdict() for c in counts],
@@ -377,3 +328,57 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
     print_paused_topics(paused_topics)
     for breaker in open_breakers:
         print_warning(f"circuit breaker {breaker.key} is open for {breaker.open_seconds:.0f} s: {breaker.last_error}")
+
+
+@command()
+def topics(options: AppOptions) -> None:
+    """List the topics of the application with their settings. With --json one document per topic.
+
+    `computed` names the options that the definition computes from the payload. Without --app and PGOUTBOX_APP, the
+    topics of the messages in the database are listed and counted, with their pauses; this reads all messages, and shows
+    the 50 topics that are late for longest or have the most failed messages, with --json all.
+    """
+    if options.settings.app is None:
+        with open_operator(options.settings, read_only=True) as operator:
+            _print_topic_counts(operator.count_messages(), operator.list_paused_topics(), as_json=options.as_json)
+        return
+    found = describe_topics(load_outbox(options.settings.app))
+    if options.as_json:
+        print_documents(found)
+    else:
+        print_table(_TOPIC_COLUMNS, [_topic_row(facts) for facts in found])
+
+
+def _topic_row(facts: TopicFacts) -> tuple[object, ...]:
+    fixed = {**facts.options, "unreadable_timeout": facts.unreadable_timeout_seconds}
+    if fixed["unreadable_timeout"] == UNREADABLE_TIMEOUT_SECONDS:
+        del fixed["unreadable_timeout"]
+    shown = {name: f"{value:g} s" if isinstance(value, float) else value for name, value in fixed.items()}
+    destination, delay, expires_after = (shown.pop(name, None) for name in ("destination", "delay", "expires_after"))
+    options = [f"{name}={value}" for name, value in shown.items() if value is not None]
+    return (
+        facts.topic,
+        facts.queue,
+        facts.payload,
+        destination,
+        ", ".join(facts.computed),
+        facts.max_attempts,
+        facts.retry,
+        delay,
+        expires_after,
+        ", ".join([*options, *(["encrypted"] if facts.encrypted else ())]),
+        ", ".join(facts.redact),
+        facts.handler_text,
+    )
+
+
+def _print_topic_counts(counts: list[TopicCounts], paused: list[PausedTopic], *, as_json: bool) -> None:
+    print_note("these topics have messages in the database; --app or PGOUTBOX_APP lists those of the application")
+    if not as_json:
+        print_topics(("topic", "queue", "unfinished", "failed"), counts)
+        print_paused_topics(paused)
+        return
+    pauses = {one.topic for one in paused}
+    for c in counts:
+        shown = {"topic": c.topic, "queue": c.queue, "unfinished": c.unfinished, "failed": c.failed}
+        print_json({**shown, "is_paused": c.topic in pauses})

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
-import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, TypeVar
 
 import typer
 import typer.core
 
-from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.operations import ListedMessage, Operator, PausedTopic, TopicCounts
 from pgoutbox.operations.activity import TopicActivity
 from pgoutbox.operations.acts import ACTS
-from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
 # The commands by task, in the order of first use.
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -62,42 +56,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def read_settings(dsn: str | None, **overrides: object) -> Settings:
-    warn_of_unknown_variables(os.environ)
-    return load_settings(dsn=dsn, **overrides)
-
-
-# The person of `pgoutbox --as`.
-stated_person: ContextVar[str | None] = ContextVar("stated_person", default=None)
-
-
-def open_operator(settings: Settings, *, read_only: bool = False) -> Operator:
-    """Connect as the person of --as, else as the account of this machine. The audit also records account and host."""
-    try:
-        account = getpass.getuser()
-    except (KeyError, OSError):
-        account = f"uid {os.getuid()}"
-    person = stated_person.get()
-    place = socket.gethostname() if person is None else f"{account}@{socket.gethostname()}"
-    return Operator(settings, actor=(person or account)[:200], origin=f"cli {place}"[:200], read_only=read_only)
-
-
-def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
-    """Warn of variables that look like a setting but are unknown, with the most similar setting."""
-    if SUPERVISOR_FD_VARIABLE in environment:  # The supervisor has already warned.
-        return
-    for variable, nearest in unknown_variables(environment):
-        print_warning(f"unknown setting {variable}; did you mean {nearest}?")
-
-
-def redacted_names_of(settings: Settings) -> Callable[[str], tuple[str, ...]]:
-    """Return a function from a topic to the names that are hidden in its messages. Topics need the application."""
-    if settings.app is None:
-        return lambda _: settings.redacted_names
-    outbox = load_outbox(settings.app)
-    return lambda topic: settings.redacted_names + (outbox.topics[topic].redact if topic in outbox.topics else ())
 
 
 def confirm(action: str, *, yes: bool) -> None:
@@ -207,23 +165,11 @@ def _waits_of(message: ListedMessage) -> str | None:
 
 def print_messages(messages: Sequence[ListedMessage]) -> None:
     """Print a table of messages whose sensitive values are already hidden."""
-    reasons = {m.id: _reason_of(m) for m in messages}
+    names = ("id", "state", "topic", "queue", "destination", "attempts", "created_at", "available_at")
+    reasons = {message.id: _reason_of(message) for message in messages}
     print_table(
-        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
-        [
-            (
-                m.id,
-                m.state,
-                m.topic,
-                m.queue,
-                m.destination,
-                m.attempts,
-                m.created_at,
-                m.available_at,
-                shorten(reasons[m.id]),
-            )
-            for m in messages
-        ],
+        (*(name.removesuffix("_at") for name in names), "reason"),
+        [[*(getattr(message, name) for name in names), shorten(reasons[message.id])] for message in messages],
     )
     cut = next((number for number, reason in reasons.items() if shorten(reason) != reason), None)
     if cut is not None:

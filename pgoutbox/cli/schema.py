@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from pgoutbox import migrate as migrations
-from pgoutbox.cli.arguments import Dsn, Json, Yes
-from pgoutbox.cli.console import print_json, print_line, print_note, print_result
-from pgoutbox.cli.program import app, confirm, interruptible, open_operator, read_settings
+from pgoutbox.cli.console import FAILED, print_note
+from pgoutbox.cli.options import Options, Yes, command, expanded, open_operator, read_settings
+from pgoutbox.cli.program import app, confirm, interruptible
 from pgoutbox.operations import Home
 from pgoutbox.text import pluralize
 
@@ -25,8 +25,8 @@ app.add_typer(migrate_app, name="migrate")
 
 
 @migrate_app.callback(invoke_without_command=True)
+@expanded
 def migrate(
-    context: typer.Context,
     *,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL script instead of running it.")] = False,
     deployment: Annotated[
@@ -38,50 +38,47 @@ def migrate(
             "[default: PGOUTBOX_DEPLOYMENT]",
         ),
     ] = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: Options,
 ) -> None:
     """Create or upgrade the schema pgoutbox.
 
     Uses one transaction. Changes nothing if the schema is up to date. On a terminal, it asks for the name of a new
     schema's deployment.
     """
-    context.obj = dsn
-    if context.invoked_subcommand is not None:
+    options.context.obj = options.dsn
+    if options.context.invoked_subcommand is not None:
         return
     if sql:
         sys.stdout.write(migrations.upgrade_sql())
         return
-    settings = read_settings(dsn, deployment=deployment)
+    settings = read_settings(options.dsn, deployment=deployment)
     target = settings.require_dsn()
     with interruptible("nothing was changed; run `pgoutbox migrate` again"):
         before = migrations.current(target)
-        if before is None and settings.deployment is None and sys.stdin.isatty() and not as_json:
+        if before is None and settings.deployment is None and sys.stdin.isatty() and not options.as_json:
             answer = typer.prompt(_QUESTION, default="", show_default=False, err=True)
-            settings = read_settings(dsn, deployment=answer or None)
+            settings = read_settings(options.dsn, deployment=answer or None)
         migrations.upgrade(target, report=print_note, deployment=settings.deployment)
-        _print_revision(before, migrations.current(target), as_json=as_json)
+        _print_revision(before, migrations.current(target), options)
     _print_deployment(migrations.deployment_of(target), settings.deployment)
 
 
-@migrate_app.command()
+@command(of=migrate_app)
 def downgrade(
-    context: typer.Context,
     revision: Annotated[str, typer.Argument(help="Target revision; base removes the schema with all messages.")],
     *,
     delete_messages: Annotated[
         bool, typer.Option("--delete-messages", help="Delete messages that are not delivered too.")
     ] = False,
     yes: Yes = False,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: Options,
 ) -> None:
     """Downgrade the schema, in one transaction.
 
     Changes nothing while a worker runs, or while messages are pending, in flight or failed, unless --delete-messages
     is given.
     """
-    target = read_settings(dsn or context.obj).require_dsn()
+    target = options.settings.require_dsn()
     with interruptible("nothing was changed; run the command again"):
         lost = "the data of later revisions"
         if revision == "base":
@@ -90,47 +87,44 @@ def downgrade(
         confirm(f"downgrade the schema to {revision} and delete {lost}", yes=yes)
         before = migrations.current(target)
         migrations.downgrade(target, revision, delete_messages=delete_messages, report=print_note)
-        _print_revision(before, migrations.current(target), as_json=as_json)
+        _print_revision(before, migrations.current(target), options)
 
 
-@migrate_app.command()
-def current(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
+@command(of=migrate_app)
+def current(options: Options) -> None:
     """Print the revision of the database, and the newest revision of this version.
 
     The JSON names the Alembic history that migrated the database: pgoutbox or application.
     """
-    found, newest = migrations.state(read_settings(dsn or context.obj).require_dsn()), migrations.head()
-    if as_json:
-        print_json({"revision": found.revision, "head": newest, "history": found.history})
-        return
+    found, newest = migrations.state(options.settings.require_dsn()), migrations.head()
     notes = ["up to date" if found.revision == newest else f"newest: {newest}"]
     if found.history == "application":
         notes.append("migrated by the application's own Alembic history: upgrade it with `alembic upgrade heads`")
-    print_line(f"{found.revision or 'not migrated'} ({'; '.join(notes)})")
+    options.print(
+        {"revision": found.revision, "head": newest, "history": found.history},
+        f"{found.revision or 'not migrated'} ({'; '.join(notes)})",
+    )
 
 
-@migrate_app.command()
-def grants(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
+@command(of=migrate_app)
+def grants(options: Options) -> None:
     """Create missing roles, and grant each role its rights.
 
     Run it as the owner of the schema after somebody else has created the roles. `pgoutbox migrate` does the same. If
     roles are missing and cannot be created, it prints the SQL to create them and exits with 1.
     """
     with interruptible("nothing was changed; run the command again"):
-        missing = migrations.grants(read_settings(dsn or context.obj).require_dsn())
-    if as_json:
-        print_json({"missing": missing, "sql": migrations.create_roles_sql(missing)})
-    elif missing:
-        print_line(migrations.create_roles_sql(missing))
-    else:
-        print_line("roles of pgoutbox: all exist and have their rights")
+        missing = migrations.grants(options.settings.require_dsn())
+    sql = migrations.create_roles_sql(missing)
+    text = sql if missing else "roles of pgoutbox: all exist and have their rights"
+    options.print({"missing": missing, "sql": sql}, text)
     if missing:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
-def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> None:
+def _print_revision(before: str | None, after: str | None, options: Options) -> None:
     change = f"up to date at {after or 'base'}" if before == after else f"{before or 'base'} -> {after or 'base'}"
-    print_result({"before": before, "revision": after}, f"schema pgoutbox: {change}", as_json=as_json)
+    options.print({"before": before, "revision": after}, f"schema pgoutbox: {change}")
 
 
 def _print_deployment(recorded: str | None, given: str | None) -> None:
@@ -144,13 +138,13 @@ def _print_deployment(recorded: str | None, given: str | None) -> None:
         )
 
 
-@app.command()
-def adopt(*, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
+@command()
+def adopt(*, yes: Yes = False, options: Options) -> None:
     """Let workers send from this database, which is a copy.
 
     Records this database and PGOUTBOX_DEPLOYMENT, if it is set. Then only workers with the same value send from it.
     """
-    settings = read_settings(dsn)
+    settings = options.settings
     with open_operator(settings) as operator, interruptible("see `pgoutbox doctor`"):
         home = operator.home()
         if not (home.is_here and home.deployment == settings.deployment):
@@ -162,7 +156,7 @@ def adopt(*, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
             )
             operator.adopt(settings.deployment)
             home = operator.home()
-    print_result(home._asdict(), f"workers send from {_content_of(home)}", as_json=as_json)
+    options.print(home._asdict(), f"workers send from {_content_of(home)}")
 
 
 def _content_of(home: Home) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Annotated
 
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, duration_option
-from pgoutbox.cli.console import live_tables, print_documents, print_json, print_line, print_table
-from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten, worst_topics
+from pgoutbox.cli.arguments import duration_option
+from pgoutbox.cli.console import cell, live_tables, print_json, print_line
+from pgoutbox.cli.options import AppOptions, InQueue, InTopic, Options, command
+from pgoutbox.cli.program import shorten, worst_topics
 from pgoutbox.database import operator_connection
 from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.message import AttemptOutcome, State
@@ -25,34 +27,30 @@ Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refre
 Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
 
 _PROBLEMS = 5
-_TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
 _OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
 
 
-@app.command()
-def top(
-    *, queue: InQueue = None, every: Every = 2.0, count: Count = None, dsn: Dsn = None, as_json: Json = False
-) -> None:
+@command()
+def top(*, queue: InQueue = None, every: Every = 2.0, count: Count = None, options: Options) -> None:
     """Watch the problems of delivery, the backlog by topic, and the workers.
 
     Runs until Ctrl-C. Without a terminal and with --json, each refresh is appended; with --json as one document. Shows
     the 50 topics that are late for longest or have the most failed messages, and with --json all.
     """
-    settings = read_settings(dsn)
     with (
-        operator_connection.connect(settings, read_only=True) as connection,
-        _until_interrupted(),
+        operator_connection.connect(options.settings, read_only=True) as connection,
+        contextlib.suppress(KeyboardInterrupt),
         live_tables() as show,
     ):
         for _ in _refreshes(every, count):
-            problems = examine_delivery(connection, settings)
+            problems = examine_delivery(connection, options.settings)
             topics = activity.topic_activity(connection, queue=queue)
             found = activity.list_workers(connection)
-            if as_json:
+            if options.as_json:
                 print_json(
                     {
                         "problems": [asdict(problem) for problem in problems],
-                        "topics": [asdict(t) for t in topics],
+                        "topics": [t._asdict() for t in topics],
                         "workers": [w._asdict() for w in found],
                     }
                 )
@@ -60,33 +58,28 @@ def top(
                 show(
                     [
                         (("level", "what"), _most_urgent(problems)),
-                        (_TOPIC_COLUMNS, _worst(topics)),
-                        (
-                            activity.WorkerActivity._fields,
-                            [[shorten(v) if isinstance(v, str) else v for v in _worker_cells(w)] for w in found],
-                        ),
+                        (activity.TopicActivity._fields, _worst(topics)),
+                        (activity.WorkerActivity._fields, [[shorten(cell(value)) for value in w] for w in found]),
                     ]
                 )
 
 
-@app.command()
-def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
+@command()
+def workers(options: Options) -> None:
     """List the workers with their queues and topics. With --json one document per line.
 
     A worker reports them once a minute. The last runs with --once or --drain are listed too, with ended_at. The columns
     connected_at and address are empty behind a pooler, and for other roles if the role does not have pg_read_all_stats.
     """
-    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
+    with operator_connection.connect(options.settings, read_only=True) as connection:
         found = activity.list_workers(connection)
-    if as_json:
-        print_documents(found)
-    elif found:
-        print_table(activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found])
+    if found or options.as_json:
+        options.print_rows(activity.WorkerActivity._fields, found)
     else:
         print_line("no worker runs or holds a message")
 
 
-@app.command()
+@command()
 def tail(
     *,
     topic: InTopic = None,
@@ -99,9 +92,7 @@ def tail(
     ] = None,
     every: Every = 1.0,
     count: Count = None,
-    where: App = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
+    options: AppOptions,
 ) -> None:
     """Print the outcomes of attempts as they end.
 
@@ -111,9 +102,11 @@ def tail(
     for outcome in outcomes or ():
         if outcome not in _OUTCOMES:
             raise typer.BadParameter(f"--outcome {outcome}: must be one of {', '.join(_OUTCOMES)}")
-    settings = read_settings(dsn, app=where)
-    names_of = redacted_names_of(settings)
-    with operator_connection.connect(settings, read_only=True) as connection, _until_interrupted():
+    names_of = options.redacted_names()
+    with (
+        operator_connection.connect(options.settings, read_only=True) as connection,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         follower = activity.Follower(
             connection, since=since or timedelta(), topic=topic, queue=queue, outcomes=outcomes or ()
         )
@@ -124,7 +117,7 @@ def tail(
                     destination=None if row.destination is None else redact_text(row.destination, names),
                     reason=None if row.reason is None else redact_text(row.reason, names),
                 )
-                if as_json:
+                if options.as_json:
                     print_json(seen._asdict())
                 else:
                     print_line(_line(seen))
@@ -151,32 +144,15 @@ def _most_urgent(problems: Sequence[Finding]) -> list[tuple[str, str]]:
     return [*shown, ("", f"and {more} more: pgoutbox doctor names them all, with remedies")] if more else shown
 
 
-def _worst(topics: Sequence[activity.TopicActivity]) -> list[list[object]]:
+def _worst(topics: Sequence[activity.TopicActivity]) -> list[Sequence[object]]:
     """Return the rows of the topics in most need of a look, and the number of the others."""
-    worst, more = worst_topics(topics)
-    shown = [_topic_cells(topic) for topic in worst]
-    return [*shown, [f"and {more:,} more", *[""] * (len(_TOPIC_COLUMNS) - 1)]] if more else shown
-
-
-def _topic_cells(topic: activity.TopicActivity) -> list[object]:
-    return [round(value, 1) if isinstance(value, float) else value for value in asdict(topic).values()]
-
-
-def _worker_cells(worker: activity.WorkerActivity) -> list[object]:
-    return [", ".join(value) if isinstance(value, list) else value for value in worker]
+    shown, more = worst_topics(topics)
+    return [*shown, [f"and {more:,} more", *[""] * (len(activity.TopicActivity._fields) - 1)]] if more else [*shown]
 
 
 def _refreshes(every: float, count: int | None) -> Iterator[int]:
-    """Yield a number for each refresh, and sleep between two."""
-    number = 0
-    while count is None or number < count:
+    """Yield the number of each refresh, and sleep between two."""
+    for number in itertools.islice(itertools.count(), count):
         if number:
             time.sleep(every)
-        number += 1
         yield number
-
-
-@contextlib.contextmanager
-def _until_interrupted() -> Iterator[None]:
-    with contextlib.suppress(KeyboardInterrupt):
-        yield

@@ -6,17 +6,18 @@ import getpass
 import ipaddress
 import socket
 import sys
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, load_outbox
+from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import configure_logging, print_line, print_note, print_warning
-from pgoutbox.errors import ConfigurationError, MissingExtraError, NotReadyError
+from pgoutbox.cli.options import App, Dsn
+from pgoutbox.errors import ConfigurationError, NotReadyError, require_extra
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
-    from pgoutbox.dashboard.access import Access, Role
+    from pgoutbox.dashboard.access import Access
     from pgoutbox.settings import Settings
 
 web_app = typer.Typer(rich_markup_mode=None)
@@ -34,7 +35,10 @@ def web(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve without sign-in. Only for a loopback address.")
     ] = False,
-    role: Annotated[str, typer.Option(metavar="viewer|operator", help="Role of everybody with --insecure.")] = "viewer",
+    role: Annotated[
+        Literal["viewer", "operator"],
+        typer.Option(metavar="viewer|operator", help="Role of everybody with --insecure."),
+    ] = "viewer",
     dsn: Dsn = None,
 ) -> None:
     """Serve the dashboard, until SIGTERM or SIGINT.
@@ -48,11 +52,9 @@ def web(
     settings.require_dsn()
     outbox = load_outbox(settings.app) if settings.app is not None else None
     configure_logging(settings)
-    try:
-        from pgoutbox.dashboard.server import Server
-    except ImportError as error:
-        raise MissingExtraError("the dashboard", "web") from error
+    require_extra("pgoutbox.dashboard.server", "the dashboard", "web")
     from pgoutbox.dashboard import create_app
+    from pgoutbox.dashboard.server import Server
 
     access = _access_for(settings, host, insecure=insecure, role=role)
     pages = create_app(outbox if outbox is not None else settings, settings=settings, access=access)
@@ -68,7 +70,7 @@ def _print_url(url: str) -> None:
     sys.stdout.flush()
 
 
-def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> Access:
+def _access_for(settings: Settings, host: str, *, insecure: bool, role: Literal["viewer", "operator"]) -> Access:
     from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access
 
     is_local = _is_loopback(host)
@@ -81,19 +83,11 @@ def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> 
         if settings.web.viewer_tokens is not None or settings.web.operator_tokens is not None:
             raise ConfigurationError("--insecure: PGOUTBOX_WEB_..._TOKENS is set; unset it, or omit --insecure")
         print_warning(f"no sign-in: everybody on this machine has the role {role}")
-        return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
+        return Access.open_to_all(role, settings, hosts=hosts)
     access = Access.from_settings(settings, hosts=hosts)
     if settings.web.secret is None:
         print_note("PGOUTBOX_WEB_SECRET is not set: sessions end when this process ends")
     return access
-
-
-def _parse_role(text: str) -> Role:
-    match text:
-        case "viewer" | "operator":
-            return text
-        case _:
-            raise typer.BadParameter(f"{text!r} is not a role: give viewer or operator")
 
 
 def _is_loopback(host: str) -> bool:
@@ -110,10 +104,8 @@ def hash_password() -> None:
 
     Asks for the password on a terminal; otherwise reads one line from stdin.
     """
-    try:
-        from pgoutbox.dashboard import credentials
-    except ImportError as error:
-        raise MissingExtraError("the hash of a password", "web") from error
+    require_extra("pgoutbox.dashboard.credentials", "the hash of a password", "web")
+    from pgoutbox.dashboard import credentials
 
     if sys.stdin.isatty():
         password = getpass.getpass("Password: ")

@@ -13,9 +13,10 @@ from typing import Annotated, Final, Literal
 import psycopg
 import typer
 
-from pgoutbox.cli.arguments import App, Dsn, duration_option, load_outbox
+from pgoutbox.cli.arguments import duration_option, load_outbox
 from pgoutbox.cli.console import configure_logging
-from pgoutbox.cli.program import app, open_operator, read_settings, warn_of_unknown
+from pgoutbox.cli.options import App, Dsn, open_operator, read_settings
+from pgoutbox.cli.program import app, warn_of_unknown
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, parse_address
 
@@ -78,8 +79,6 @@ def worker(
         raise typer.Exit
     settings.require_dsn()
     shares = parse_queues(queues or ())
-    if settings.app is None:
-        raise ConfigurationError("no outbox given: set PGOUTBOX_APP, or pass --app module:attribute")
     outbox = load_outbox(settings.app)
     configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
     if queues and not is_quiet:

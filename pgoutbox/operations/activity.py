@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -19,8 +18,7 @@ _OVERLAP: Final = timedelta(seconds=5)
 _LONG_AGO: Final = (None, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class TopicActivity:
+class TopicActivity(NamedTuple):
     """The messages of one topic in one queue by state, and the average number that ended per second.
 
     `due` and `scheduled` messages are pending. `retries` counts those of both that were attempted before.
@@ -137,27 +135,17 @@ class Follower:
         new_rows: list[OutcomeRow] = []
         after: tuple[datetime | None, int, int] = _LONG_AGO
         while True:
-            rows = fetch(self._connection, sql.LIST_OUTCOMES, self._parameters(after))
-            page = [OutcomeRow._make(row) for row in rows]
+            place = dict(zip(("after_ended_at", "after_id", "after_count"), after, strict=True))
+            asked = {**self._filter, **place, "ended_from": self._from, "limit": _PAGE}
+            page = [OutcomeRow._make(row) for row in fetch(self._connection, sql.LIST_OUTCOMES, asked)]
             new_rows += [row for row in page if _identity(row) not in self._reported]
-            if len(rows) < _PAGE:
+            if len(page) < _PAGE:
                 break
             after = (page[-1].ended_at, page[-1].message_id, page[-1].attempt_count)
         self._from = max(self._from, now - _OVERLAP)
         self._reported.update((_identity(row), row.ended_at) for row in new_rows)
         self._reported = {identity: at for identity, at in self._reported.items() if at >= self._from}
         return new_rows
-
-    def _parameters(self, after: tuple[datetime | None, int, int]) -> dict[str, object]:
-        ended_at, message_id, count = after
-        return {
-            **self._filter,
-            "ended_from": self._from,
-            "after_ended_at": ended_at,
-            "after_id": message_id,
-            "after_count": count,
-            "limit": _PAGE,
-        }
 
     def _now(self) -> datetime:
         ((now,),) = fetch(self._connection, sql.NOW, {})

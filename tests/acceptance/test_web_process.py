@@ -89,7 +89,7 @@ def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
 
 def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> None:
     assert "omit --insecure" in refusal("--insecure", web_viewer_tokens=VIEWER_TOKEN)
-    assert "viewer or operator" in refusal("--insecure", "--role", "root")
+    assert "'root' is not one of 'viewer', 'operator'" in refusal("--insecure", "--role", "root")
 
 
 def test_an_address_of_another_machine_is_named_in_the_error() -> None:
