@@ -1,6 +1,7 @@
 """The first release: run the files of `migrations/sql`, and drop on the way down what they create.
 
-Each file has one object with its comments. The name of a private function begins with an underscore. All grants are in
+Each file has one object. Its first paragraph is the COMMENT of the object, and the comment behind or above a column is
+that of the column. The name of a private function begins with an underscore. All grants are in
 `roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision adds
 a folder of its own for the objects that it adds or replaces.
 """
@@ -57,12 +58,40 @@ CREATED = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
+# The first paragraph of a file, and the object that it creates.
+COMMENTED = re.compile(
+    r"((?:-- .*\n)+)(?:--.*\n|\n|CREATE SEQUENCE.*\n)*CREATE (TABLE|TYPE|FUNCTION|VIEW) (pgoutbox\.\w+)"
+)
+# The lines above a column, its name, and the comment behind it.
+COLUMN = re.compile(r"^((?:    -- .*\n)*)    ([a-z_]+) +\S.*?,?(-- .*)?$", re.MULTILINE)
+
+
+def texts(patterns: tuple[str, ...]) -> Iterator[str]:
+    for path in dict.fromkeys(path for pattern in patterns for path in sorted(SQL.glob(pattern))):
+        yield path.read_text(encoding="utf-8")
+
 
 def statements(patterns: tuple[str, ...]) -> Iterator[str]:
     """Yield the statements one by one, because some drivers of host applications refuse several at once."""
-    for path in dict.fromkeys(path for pattern in patterns for path in sorted(SQL.glob(pattern))):
-        for match in STATEMENT.finditer(path.read_text(encoding="utf-8")):
+    for text in texts(patterns):
+        for match in STATEMENT.finditer(text):
             yield match[0].strip().removesuffix(";")
+
+
+def comments() -> Iterator[str]:
+    """Yield a COMMENT for each object, and for each column of a table or a type that has one."""
+    for text in texts(ORDER):
+        if found := COMMENTED.match(text):
+            yield comment(f"{found[2]} {found[3]}", found[1])
+            if found[2] in ("TABLE", "TYPE"):
+                for above, name, behind in COLUMN.findall(text[: text.index("\n)")]):
+                    if above or behind:
+                        yield comment(f"COLUMN {found[3]}.{name}", above or behind)
+
+
+def comment(subject: str, lines: str) -> str:
+    words = lines.replace("-- ", "").replace("'", "''").split()
+    return f"COMMENT ON {subject} IS '{' '.join(words)}'"
 
 
 def drops() -> list[str]:
@@ -92,7 +121,7 @@ def is_applied_by_another_run() -> bool:
 def upgrade() -> None:
     if is_applied_by_another_run():
         return
-    for statement in statements(ORDER):
+    for statement in (*statements(ORDER), *comments()):
         run(statement)
 
 

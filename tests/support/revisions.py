@@ -25,7 +25,7 @@ revision = "pgoutbox_next"
 down_revision = "pgoutbox_0001"
 
 FILE = Path(__file__).parents[1] / "sql" / "functions" / "_enqueue_receipt.sql"
-ENQUEUE = FILE.read_text().partition("COMMENT ON")[0].replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION")
+ENQUEUE = FILE.read_text().replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION")
 
 
 def upgrade():

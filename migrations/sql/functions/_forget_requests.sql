@@ -1,7 +1,5 @@
 -- Delete the requests to cancel messages that have ended. A redrive deletes requests too, in another order: this waits
 -- for none of its locks.
---
--- With DELETE on the table, an operator could also lock it against every worker.
 CREATE FUNCTION pgoutbox._forget_requests()
 RETURNS void
 LANGUAGE sql

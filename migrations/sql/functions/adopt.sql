@@ -1,3 +1,5 @@
+-- Let the workers of this deployment send from this database: the schema belongs to it from now on. Without a
+-- deployment, the name is not compared.
 CREATE FUNCTION pgoutbox.adopt(deployment text DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql
@@ -27,7 +29,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.adopt IS
-    'Let the workers of this deployment send from this database: the schema belongs to it from now on. Without a '
-    'deployment, the name is not compared.';

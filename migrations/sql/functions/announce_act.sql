@@ -1,3 +1,7 @@
+-- Name the person behind the acts of this transaction, and where they come from. The audit records both as statements
+-- of the database role, and `stated` apart from the details that it finds itself. Acts with the same act_id belong
+-- together, if their role and actor are the same.
+--
 -- The given id becomes one that depends on the login and the actor. So nobody adds to the act of another one.
 CREATE FUNCTION pgoutbox.announce_act(
     actor text DEFAULT NULL, origin text DEFAULT NULL, stated jsonb DEFAULT NULL, act_id uuid DEFAULT gen_random_uuid()
@@ -33,8 +37,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.announce_act IS
-    'Name the person behind the acts of this transaction, and where they come from. The audit records both as statements '
-    'of the database role, and `stated` apart from the details that it finds itself. Acts with the same act_id belong '
-    'together, if their role and actor are the same.';

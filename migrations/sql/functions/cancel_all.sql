@@ -1,3 +1,6 @@
+-- Cancel all messages of an owner, or to a destination, that are pending or in flight, and optionally only those of one
+-- topic. Returns for each message the same result as cancel.
+--
 -- A message of a transaction that has not committed yet is not seen, and not cancelled. The destination has no index:
 -- every enqueue would pay for it, and only messages that are pending or in flight are read here.
 CREATE FUNCTION pgoutbox.cancel_all(owner text DEFAULT NULL, destination text DEFAULT NULL, topic text DEFAULT NULL)
@@ -33,7 +36,3 @@ BEGIN
     RETURN QUERY SELECT c.id, c.result FROM pgoutbox._cancel_each(found_ids, '{pending,sending}') AS c;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.cancel_all IS
-    'Cancel all messages of an owner, or to a destination, that are pending or in flight, and optionally only those of '
-    'one topic. Returns for each message the same result as cancel.';

@@ -1,3 +1,6 @@
+-- Cancel the newest message of a coalesce key, and the message of a dedupe key, like cancel. The newest message comes
+-- first.
+--
 -- Its callers may not read the keys of other messages: they only get the result for the keys that they pass.
 CREATE FUNCTION pgoutbox.cancel_by_key(
     topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL
@@ -19,7 +22,3 @@ FROM (
 ) AS target(id)
 ORDER BY target.id DESC
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.cancel_by_key IS
-    'Cancel the newest message of a coalesce key, and the message of a dedupe key, like cancel. The newest message '
-    'comes first.';

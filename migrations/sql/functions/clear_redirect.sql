@@ -1,3 +1,6 @@
+-- Switch the redirect off, and make up to at_most messages that it held back due in two seconds. Returns whether it was
+-- on, and the number of these messages.
+--
 -- Workers may rely on what they have read for two seconds. So the messages that it held back fall due after two seconds:
 -- a worker that still took it for switched on would hold them back again. Rows that are locked are left out; a second call
 -- finds them. Workers whose environment has a redirect hold them back again too.
@@ -45,7 +48,3 @@ BEGIN
     RETURN NEXT;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.clear_redirect IS
-    'Switch the redirect off, and make up to at_most messages that it held back due in two seconds. Returns whether it '
-    'was on, and the number of these messages.';

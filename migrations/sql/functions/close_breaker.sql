@@ -1,3 +1,6 @@
+-- Close a circuit breaker, and make up to at_most messages that it postponed due in a second. Returns whether it was
+-- open, and the number of these messages and of those that waited behind it.
+--
 -- Workers read an open breaker again at most once a second. So the messages fall due after a second: a worker that
 -- still took the breaker for open would postpone them again. Rows that are locked are left out; a second call finds
 -- them. The trigger of the table records the act when it deletes a row.
@@ -51,7 +54,3 @@ BEGIN
     RETURN NEXT;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.close_breaker IS
-    'Close a circuit breaker, and make up to at_most messages that it postponed due in a second. Returns whether it was '
-    'open, and the number of these messages and of those that waited behind it.';

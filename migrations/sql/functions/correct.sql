@@ -1,3 +1,9 @@
+-- Change payload, headers, destination, owner or queue of pending and failed messages, in one of the states, and make
+-- failed ones pending again. The changes are a JSON object of these fields; those of payload and headers are merge
+-- patches (RFC 7396). Each message is corrected, missing, wrong_state, changed, superseded, encrypted, ordered,
+-- dedupe_key_taken or locked. The audit has no values: names of the fields, and digests of the old and the new
+-- destination. A destination is refused during a blackout.
+--
 -- Its caller can read the messages at the destination that it sets. So it is a right of its own, which the owner can
 -- revoke. Payload and headers can be corrected by a role that may read them.
 --
@@ -103,10 +109,3 @@ BEGIN
     RETURN QUERY SELECT * FROM pgoutbox._acted('correct', 'corrected', chosen, corrected, records => false);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.correct IS
-    'Change payload, headers, destination, owner or queue of pending and failed messages, in one of the states, and make '
-    'failed ones pending again. The changes are a JSON object of these fields; those of payload and headers are merge '
-    'patches (RFC 7396). Each message is corrected, missing, wrong_state, changed, superseded, encrypted, ordered, '
-    'dedupe_key_taken or locked. The audit has no values: names of the fields, and digests of the old and '
-    'the new destination. A destination is refused during a blackout.';

@@ -1,3 +1,6 @@
+-- The digest of a destination that the audit has when an operator sets it, in any case of letters. Only the owner of
+-- the schema may compute it, to compare.
+--
 -- An erasure keeps it: only the owner of the schema can compare it with an address, and nobody reads an address from it.
 CREATE FUNCTION pgoutbox.destination_digest(destination text)
 RETURNS text
@@ -8,7 +11,3 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 SELECT left(pgoutbox._keyed_digest('destination', lower(destination_digest.destination)), 32)
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.destination_digest IS
-    'The digest of a destination that the audit has when an operator sets it, in any case of letters. Only the owner of '
-    'the schema may compute it, to compare.';

@@ -1,3 +1,6 @@
+-- End failed messages as skipped, with a reason, because nobody will deliver them: dismissed, missing, wrong_state,
+-- changed or locked.
+--
 -- The messages behind a failed one that halts its ordering key may follow now.
 CREATE FUNCTION pgoutbox.dismiss(ids bigint[], reason text, attempt_counts integer[] DEFAULT NULL)
 RETURNS SETOF pgoutbox.act_result
@@ -28,7 +31,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.dismiss IS
-    'End failed messages as skipped, with a reason, because nobody will deliver them: dismissed, missing, wrong_state, '
-    'changed or locked.';

@@ -1,3 +1,9 @@
+-- Give a pending message of this owner another payload, with it another destination, or another due time: edited,
+-- missing (or of another owner), wrong_state, attempted (an attempt had begun, so only the due time can be changed),
+-- superseded, expires (before its due time), encrypted (the new payload is not, or it is sealed for another destination
+-- than sealed_for), shared (it has the shared content of a fan-out) or locked (try again). A new destination removes
+-- the headers.
+--
 -- A producer must not read by an edit what others wrote. So a new destination needs a new payload, takes the headers away,
 -- and is not set on a message with a shared content. Only a message that was never claimed gets another payload: an
 -- attempt that has begun may hand the old one over, whatever became of it. A message of another owner counts as missing.
@@ -86,10 +92,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.edit IS
-    'Give a pending message of this owner another payload, with it another destination, or another due time: edited, '
-    'missing (or of another owner), wrong_state, attempted (an attempt had begun, so only the due time can be changed), '
-    'superseded, expires (before its due time), encrypted (the new payload is not, or it is sealed for another '
-    'destination than sealed_for), shared (it has the shared content of a fan-out) or locked (try again). A new '
-    'destination removes the headers.';

@@ -1,3 +1,6 @@
+-- Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; if another message
+-- has the dedupe key, the id of that message.
+--
 -- After the first release an option is added to enqueue_many alone, so that this signature stays. PostgreSQL inlines the
 -- body, which costs nothing without options. An interval is a number of seconds: the length of a day or a month would
 -- depend on the session's time zone.
@@ -37,7 +40,3 @@ RETURN abs(pgoutbox._enqueue_receipt(
     )::pgoutbox.draft END,
     notify
 ));
-
-COMMENT ON FUNCTION pgoutbox.enqueue IS
-    'Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; if another '
-    'message has the dedupe key, the id of that message.';

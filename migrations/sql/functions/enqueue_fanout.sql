@@ -1,4 +1,5 @@
--- One content, and one message with its own state for each destination.
+-- Write one message for each destination in this transaction, and the shared content once. A destination is a text, or
+-- an object with a destination and values of its own, which replace those of the message.
 CREATE FUNCTION pgoutbox.enqueue_fanout(
     message jsonb, destinations jsonb, content jsonb DEFAULT NULL, notify boolean DEFAULT true
 )
@@ -56,7 +57,3 @@ BEGIN
     ) WITH ORDINALITY AS r(id, ordinality);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.enqueue_fanout IS
-    'Write one message for each destination in this transaction, and the shared content once. A destination is a text, '
-    'or an object with a destination and values of its own, which replace those of the message.';

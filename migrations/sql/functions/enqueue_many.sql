@@ -1,3 +1,5 @@
+-- Write messages in this transaction: a JSON array of objects with a topic, a payload and the options of enqueue.
+-- Intervals are numbers of seconds.
 CREATE FUNCTION pgoutbox.enqueue_many(messages jsonb, notify boolean DEFAULT true)
 RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
@@ -12,7 +14,3 @@ BEGIN
     ) WITH ORDINALITY AS r(receipt, ordinality);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.enqueue_many IS
-    'Write messages in this transaction: a JSON array of objects with a topic, a payload and the options of enqueue. '
-    'Intervals are numbers of seconds.';

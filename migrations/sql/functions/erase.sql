@@ -1,3 +1,7 @@
+-- Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, attempts,
+-- keys and their traces in the audit, and the messages for hooks about their failures. Returns for each message erased,
+-- in_flight (its attempt is asked to stop: call again after it), locked (call again), or missing.
+--
 -- A message of a transaction that has not committed yet is not seen, and not erased.
 CREATE FUNCTION pgoutbox.erase(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)
 RETURNS TABLE (id bigint, result text)
@@ -17,8 +21,3 @@ BEGIN
     FROM pgoutbox._erase(erase.ids || found_ids, erase.owner, erase.destination) AS e;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.erase IS
-    'Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, '
-    'attempts, keys and their traces in the audit, and the messages for hooks about their failures. Returns for each '
-    'message erased, in_flight (its attempt is asked to stop: call again after it), locked (call again), or missing.';

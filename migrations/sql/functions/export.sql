@@ -1,3 +1,6 @@
+-- All data of the messages with these ids, of this owner, or to this destination: the row with its attempts and the
+-- acts of operators, headers, payload, and the content of a fan-out.
+--
 -- It returns payloads, so only the owner of the schema may call it, and logins to which the owner grants it.
 CREATE FUNCTION pgoutbox.export(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)
 RETURNS TABLE (id bigint, message jsonb, headers jsonb, payload jsonb, content jsonb)
@@ -46,7 +49,3 @@ BEGIN
     ORDER BY m.id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.export IS
-    'All data of the messages with these ids, of this owner, or to this destination: the row with its attempts and the '
-    'acts of operators, headers, payload, and the content of a fan-out.';

@@ -1,3 +1,7 @@
+-- The failed messages by topic and cause, those with the most failures in the last hour first. The cause is the error
+-- without addresses, quoted values, ids and numbers; error and place are those of the newest message. failed_again
+-- counts the messages that had failed before and were redriven.
+--
 -- The views redact the error of each row, which is slow for many. This function groups the errors as they are stored, and
 -- redacts each group. The newest failures are those that failed last.
 CREATE FUNCTION pgoutbox.failures(
@@ -85,8 +89,3 @@ FROM m
 JOIN pgoutbox.message AS example ON example.id = m.newest_id AND example.state = 'failed'
 ORDER BY m.last_hour DESC, m.messages DESC, m.topic, m.cause
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.failures IS
-    'The failed messages by topic and cause, those with the most failures in the last hour first. The cause is the error '
-    'without addresses, quoted values, ids and numbers; error and place are those of the newest message. failed_again '
-    'counts the messages that had failed before and were redriven.';

@@ -1,3 +1,7 @@
+-- The messages of an owner in these states, newest first: all of its topics, or only these, or one message. The next
+-- page begins before the last id of a page. Destination and reason are redacted as in message_view; the reason says why
+-- a message was skipped or failed.
+--
 -- For a page such as "my scheduled messages". It returns no payload: see read_payloads. Messages for hooks belong to the
 -- application, not to the owner.
 CREATE FUNCTION pgoutbox.find(
@@ -71,8 +75,3 @@ BEGIN
     LIMIT find.max_count;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.find IS
-    'The messages of an owner in these states, newest first: all of its topics, or only these, or one message. The next '
-    'page begins before the last id of a page. Destination and reason are redacted as in message_view; the reason says '
-    'why a message was skipped or failed.';

@@ -1,3 +1,7 @@
+-- Write messages of another queue in this transaction, like enqueue_many. Each needs a dedupe_key, so that a second
+-- import is a duplicate. Further fields: attempt_count, the number of attempts made, which count towards max_attempts;
+-- last_error; failed_at, the time at which the message failed, for a redrive. Only for the owner.
+--
 -- It writes attempts that no worker made, so only the owner of the schema may call it, and logins to which the owner
 -- grants it. _enqueue writes the messages, so their keys and ids are those of any enqueue. Their progress is written in
 -- the same transaction, before a claim can see them. A message that a newer one of the same call has superseded is not
@@ -53,8 +57,3 @@ BEGIN
     FROM unnest(receipts) WITH ORDINALITY AS r(receipt, ordinality);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.import_messages IS
-    'Write messages of another queue in this transaction, like enqueue_many. Each needs a dedupe_key, so that a second '
-    'import is a duplicate. Further fields: attempt_count, the number of attempts made, which count towards '
-    'max_attempts; last_error; failed_at, the time at which the message failed, for a redrive. Only for the owner.';

@@ -1,3 +1,7 @@
+-- Take the locks on tables that enqueue needs. Waits at most a second for each, or for the caller's shorter
+-- lock_timeout. A later enqueue of the transaction waits for keys only, and for the ended message that has its dedupe
+-- key.
+--
 -- A lock_timeout cannot tell a locked table from a key that another transaction is enqueuing, so the locks on tables are
 -- taken before, in the order of an enqueue. After an error, the caller's rollback to a savepoint restores its lock_timeout.
 -- The tables of ended messages are left out: only a known dedupe key reads them, and a lock until the caller's commit would
@@ -19,8 +23,3 @@ BEGIN
     PERFORM set_config('lock_timeout', callers, true);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.lock_for_enqueue IS
-    'Take the locks on tables that enqueue needs. Waits at most a second for each, or for the caller''s shorter '
-    'lock_timeout. A later enqueue of the transaction waits for keys only, and for the ended message that has its '
-    'dedupe key.';

@@ -1,3 +1,6 @@
+-- Create the next partition of message_done, of a day or a week. Returns its name; null if those of the next seven days
+-- exist, or another session is creating one. Refused while the default partition is larger.
+--
 -- The search for the first day without a partition starts today, not after the last partition: a clock that was ahead
 -- for a moment leaves partitions weeks ahead. ATTACH locks message_done in a mode that blocks neither writers nor
 -- readers, and the default partition exclusively. It also reads all of the default partition, hence the limit on its
@@ -78,7 +81,3 @@ BEGIN
     RETURN made;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.make_partition IS
-    'Create the next partition of message_done, of a day or a week. Returns its name; null if those of the next seven '
-    'days exist, or another session is creating one. Refused while the default partition is larger.';

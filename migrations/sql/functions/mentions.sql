@@ -1,3 +1,6 @@
+-- The rows that contain one of these texts, and the copies of these messages: table, column, and the id of the message,
+-- the act or the content. Encrypted payloads are not searched.
+--
 -- It searches payloads, so only the owner of the schema may call it, and logins to which the owner grants it. It reads
 -- every row of the schema. This is the one list of the columns that may name a person. The other columns, with the
 -- reason, are in tests/operations/test_mentions.py.
@@ -68,7 +71,3 @@ BEGIN
     ORDER BY relation, field, id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.mentions IS
-    'The rows that contain one of these texts, and the copies of these messages: table, column, and the id of the '
-    'message, the act or the content. Encrypted payloads are not searched.';

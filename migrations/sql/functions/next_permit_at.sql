@@ -1,3 +1,5 @@
+-- When the next attempt of a queue may begin: null now, infinity while paused without an end.
+--
 -- Workers are not notified when another worker's attempt ends: they check a full queue again after a second.
 CREATE FUNCTION pgoutbox.next_permit_at(p_queue text)
 RETURNS timestamptz
@@ -28,6 +30,3 @@ BEGIN
     RETURN NULL;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.next_permit_at IS
-    'When the next attempt of a queue may begin: null now, infinity while paused without an end.';

@@ -1,4 +1,5 @@
--- Only the owner of the schema may replace its functions. No role has a right on this one.
+-- Let every enqueue notify at its commit, for listeners of your own, or with false only while a worker sleeps, which is
+-- the default. Commits that notify run one after the other. Only the owner of the schema may call it.
 CREATE FUNCTION pgoutbox.notify_every_enqueue(is_on boolean)
 RETURNS void
 LANGUAGE plpgsql
@@ -11,7 +12,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.notify_every_enqueue IS
-    'Let every enqueue notify at its commit, for listeners of your own, or with false only while a worker sleeps, which '
-    'is the default. Commits that notify run one after the other. Only the owner of the schema may call it.';

@@ -1,3 +1,5 @@
+-- The partitions of message_done and their times, without the default one.
+--
 -- This function, and those that change partitions, read and write times as text. UTC and ISO are the only unambiguous
 -- choice.
 CREATE FUNCTION pgoutbox.partitions()
@@ -17,5 +19,3 @@ AS $function$
     WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND bounds IS NOT NULL
     ORDER BY bounds[1]::timestamptz
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.partitions IS 'The partitions of message_done and their times, without the default one.';

@@ -1,3 +1,5 @@
+-- Let no worker claim messages of a topic, in any queue, for a time or until resume_topic. Attempts in flight continue.
+-- A second pause keeps the first start and sets the new end.
 CREATE FUNCTION pgoutbox.pause_topic(topic text, duration interval DEFAULT NULL)
 RETURNS TABLE (paused_at timestamptz, resume_at timestamptz)
 LANGUAGE plpgsql
@@ -37,7 +39,3 @@ BEGIN
     END IF;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.pause_topic IS
-    'Let no worker claim messages of a topic, in any queue, for a time or until resume_topic. Attempts in flight continue. '
-    'A second pause keeps the first start and sets the new end.';

@@ -1,3 +1,6 @@
+-- Delete a batch of messages that have been final for longer than an interval, with their dedupe keys. Returns the
+-- state of each deleted message.
+--
 -- Rows that a redrive has locked are skipped.
 CREATE FUNCTION pgoutbox.prune(states text[], older_than interval, only_topic text, at_most bigint)
 RETURNS SETOF text
@@ -22,7 +25,3 @@ SELECT deleted.state
 FROM batch AS b
 CROSS JOIN pgoutbox._delete_messages(b.ids, b.states, b.finished_ats, false) AS deleted(state)
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.prune IS
-    'Delete a batch of messages that have been final for longer than an interval, with their dedupe '
-    'keys. Returns the state of each deleted message.';

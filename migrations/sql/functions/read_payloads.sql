@@ -1,5 +1,5 @@
--- It returns payloads, so of the roles only the worker, which reads them anyway, may call it, and logins to which the owner
--- of the schema grants it.
+-- The payloads of those of the messages that belong to this owner. Only workers, which read payloads anyway, may call
+-- it, and logins to which the owner of the schema has granted it.
 CREATE FUNCTION pgoutbox.read_payloads(ids bigint[], owner text)
 RETURNS TABLE (id bigint, payload jsonb)
 LANGUAGE sql
@@ -11,7 +11,3 @@ SELECT m.id, m.payload
 FROM pgoutbox.message AS m
 WHERE m.owner = read_payloads.owner AND m.id = ANY (read_payloads.ids)
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.read_payloads IS
-    'The payloads of those of the messages that belong to this owner. Only workers may call it, and logins to which the '
-    'owner of the schema has granted it.';

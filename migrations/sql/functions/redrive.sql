@@ -1,3 +1,5 @@
+-- Make failed and cancelled messages pending again, if they are in one of the states and, if given, at these attempts:
+-- redriven, missing, wrong_state, changed, superseded, dedupe_key_taken or locked.
 CREATE FUNCTION pgoutbox.redrive(
     ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
 )
@@ -37,7 +39,3 @@ BEGIN
     RETURN QUERY SELECT * FROM pgoutbox._acted('redrive', 'redriven', chosen, redriven);
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.redrive IS
-    'Make failed and cancelled messages pending again, if they are in one of the states and, if given, at these '
-    'attempts: redriven, missing, wrong_state, changed, superseded, dedupe_key_taken or locked.';

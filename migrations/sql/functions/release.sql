@@ -1,3 +1,7 @@
+-- Take messages in flight away from their worker, for an attempt that does not end. The attempt counts as lost when two
+-- leases have ended, and the message is tried again with one more attempt; it may be delivered twice. Returns for each
+-- message released, missing, wrong_state (not in flight), changed (not at this attempt) or locked (try again).
+--
 -- The message gets a claim that nobody renews, with the lease that its worker has now. When it ends, the recovery of lost
 -- attempts extends it once, by the lease that its worker has then: this transaction may commit late. Its worker stops the
 -- attempt within seconds of the commit, and until the lease ends no other one begins: so a coalesce or ordering key has at
@@ -57,8 +61,3 @@ BEGIN
     ORDER BY a.id;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.release IS
-    'Take messages in flight away from their worker, for an attempt that does not end. The attempt counts as lost when '
-    'two leases have ended, and the message is tried again with one more attempt; it may be delivered twice. Returns for each '
-    'message released, missing, wrong_state (not in flight), changed (not at this attempt) or locked (try again).';

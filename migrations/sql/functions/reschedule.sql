@@ -1,3 +1,5 @@
+-- Make pending messages due at a time, or at once: rescheduled, missing, wrong_state, superseded, expires (before that
+-- time) or locked.
 CREATE FUNCTION pgoutbox.reschedule(ids bigint[], available_at timestamptz DEFAULT NULL)
 RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
@@ -30,7 +32,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.reschedule IS
-    'Make pending messages due at a time, or at once: rescheduled, missing, wrong_state, superseded, expires (before '
-    'that time) or locked.';

@@ -1,3 +1,6 @@
+-- Enqueue a copy of a sent message: resent, missing, wrong_state or superseded. The other message is the copy, or the
+-- newer message of its key unless that is deleted.
+--
 -- The head is locked first: between a look at it and the enqueue a newer message could commit. The copy, which draws
 -- its id last, would then supersede it with older content. The source is locked as well: if a prune deleted it before
 -- the copy commits, it would also delete the content, to which no other message refers. Only the message that the head
@@ -60,7 +63,3 @@ BEGIN
         CASE WHEN found.state = 'sent' THEN coalesce(found.copy_id, found.newer_id) END;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.resend IS
-    'Enqueue a copy of a sent message: resent, missing, wrong_state or superseded. The other message is the copy, or the '
-    'newer message of its key unless that is deleted.';

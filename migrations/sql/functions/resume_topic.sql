@@ -1,4 +1,4 @@
--- With DELETE on the table, an operator could also lock it against every worker.
+-- End the pause of a topic, and wake the workers. Returns false if the topic was not paused.
 CREATE FUNCTION pgoutbox.resume_topic(topic text)
 RETURNS boolean
 LANGUAGE plpgsql
@@ -19,6 +19,3 @@ BEGIN
     RETURN true;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.resume_topic IS
-    'End the pause of a topic, and wake the workers. Returns false if the topic was not paused.';

@@ -1,9 +1,7 @@
+-- The version of this schema; workers refuse an older one than they need.
 CREATE FUNCTION pgoutbox.schema_version()
 RETURNS integer
 LANGUAGE sql
 IMMUTABLE
 PARALLEL SAFE
 AS 'SELECT 1';
-
-COMMENT ON FUNCTION pgoutbox.schema_version IS
-    'The version of this schema; workers refuse an older one than they need.';

@@ -1,3 +1,7 @@
+-- Redirect e-mail to an address, or to @ and a domain, for a time or until clear_redirect: that of topics, or all,
+-- except that of exempt_topics. A * at the end of a topic stands for the rest. Workers follow within two seconds of the
+-- commit.
+--
 -- A worker hands nothing over by an answer that is older than two seconds. So the redirect holds for every hand-over
 -- that begins more than two seconds after the commit of this function.
 CREATE FUNCTION pgoutbox.set_redirect(
@@ -70,7 +74,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.set_redirect IS
-    'Redirect e-mail to an address, or to @ and a domain, for a time or until clear_redirect: that of topics, or all, except '
-    'that of exempt_topics. A * at the end of a topic stands for the rest. Workers follow within two seconds of the commit.';

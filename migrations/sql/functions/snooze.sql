@@ -1,3 +1,5 @@
+-- Let pending messages wait for at least so long, for a reason: snoozed, missing, wrong_state, changed, superseded,
+-- expires (before that) or locked.
 CREATE FUNCTION pgoutbox.snooze(ids bigint[], duration interval, reason text, attempt_counts integer[] DEFAULT NULL)
 RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
@@ -33,7 +35,3 @@ BEGIN
     );
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.snooze IS
-    'Let pending messages wait for at least so long, for a reason: snoozed, missing, wrong_state, changed, superseded, '
-    'expires (before that) or locked.';

@@ -1,4 +1,4 @@
--- With DELETE on the table, an operator could also lock it against every worker.
+-- Remove a retention rule. Returns false if there was none.
 CREATE FUNCTION pgoutbox.unset_retention(topic text, state text)
 RETURNS boolean
 LANGUAGE sql
@@ -12,5 +12,3 @@ WITH deleted AS (
 )
 SELECT count(*) > 0 FROM deleted
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.unset_retention IS 'Remove a retention rule. Returns false if there was none.';

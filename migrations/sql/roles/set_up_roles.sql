@@ -1,5 +1,9 @@
+-- Create the missing roles, if the caller may, and grant the existing ones their privileges in this database. Returns
+-- the roles that are still missing. Idempotent.
+--
 -- One role for each way of using the outbox, with all grants. Roles belong to the whole cluster, and few users may
--- create them. If the caller may not, the result names the missing ones. Call it again when they exist.
+-- create them. No role gets DELETE on a table for which a function is enough: with it, an operator could also lock the
+-- table against every worker.
 CREATE FUNCTION pgoutbox.set_up_roles()
 RETURNS text[]
 LANGUAGE plpgsql
@@ -100,7 +104,3 @@ BEGIN
     RETURN missing;
 END
 $function$;
-
-COMMENT ON FUNCTION pgoutbox.set_up_roles IS
-    'Create the missing roles, if the caller may, and grant the existing ones their privileges in this database. '
-    'Returns the roles that are still missing. Idempotent.';

@@ -1,17 +1,22 @@
--- Manual changes. A bulk is one act of several batches, with a row for each batch.
+-- Manual changes by operators: a row for each batch of an act.
 CREATE TABLE pgoutbox.audit (
-    id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
-    acted_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
-    act_id        uuid        NOT NULL,
+    id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY, -- Grows with every row.
+    acted_at      timestamptz NOT NULL DEFAULT clock_timestamp(), -- Time of the change.
+    act_id        uuid        NOT NULL, -- The same for all batches of one act, which have one db_role and one actor.
+    -- Number of messages that the batch changed; null for an act on a queue, a topic, a rule or the audit.
     message_count integer,
+    -- The person, as db_role states it: the user of the dashboard, for example. Without a statement, db_role.
     actor         text        NOT NULL,
+    -- The login of the session. The database knows it; nobody states it.
     db_role       text        NOT NULL DEFAULT session_user,
+    -- Where the act comes from, as db_role states it: the dashboard and the client address, for example.
     origin        text,
+    -- The function that acted, such as redrive or dismiss, or pause, resume, limit, retention, breaker or redirect.
     action        text        NOT NULL,
-    queue         text,
-    message_ids   bigint[],
-    details       jsonb,
-    stated        jsonb,
+    queue         text, -- The queue that was paused, resumed or limited.
+    message_ids   bigint[], -- The changed messages; null for a prune, and for an erasure that changed only the audit.
+    details       jsonb, -- Parameters of the act, as the database found them: the limit or the rule.
+    stated        jsonb, -- Further parameters, as db_role states them: the filter of a bulk act.
     CONSTRAINT audit_pkey PRIMARY KEY (id),
     CONSTRAINT audit_sound CHECK (
         action ~ '^[a-z]{1,20}$'
@@ -25,22 +30,3 @@ CREATE TABLE pgoutbox.audit (
 );
 
 CREATE INDEX audit_message_ids ON pgoutbox.audit USING gin (message_ids);
-
-COMMENT ON TABLE pgoutbox.audit IS 'Manual changes by operators: a row for each batch of an act.';
-COMMENT ON COLUMN pgoutbox.audit.id IS 'Grows with every row.';
-COMMENT ON COLUMN pgoutbox.audit.acted_at IS 'Time of the change.';
-COMMENT ON COLUMN pgoutbox.audit.act_id IS
-    'The same for all batches of one act, which have one db_role and one actor.';
-COMMENT ON COLUMN pgoutbox.audit.message_count IS
-    'Number of messages that the batch changed; null for an act on a queue, a topic, a rule or the audit.';
-COMMENT ON COLUMN pgoutbox.audit.actor IS 
-    'The person, as db_role states it: the user of the dashboard, for example. Without a statement, db_role.';
-COMMENT ON COLUMN pgoutbox.audit.db_role IS 'The login of the session. The database knows it; nobody states it.';
-COMMENT ON COLUMN pgoutbox.audit.origin IS 
-    'Where the act comes from, as db_role states it: the dashboard and the client address, for example.';
-COMMENT ON COLUMN pgoutbox.audit.action IS
-    'The function that acted, such as redrive or dismiss, or pause, resume, limit, retention, breaker or redirect.';
-COMMENT ON COLUMN pgoutbox.audit.queue IS 'The queue that was paused, resumed or limited.';
-COMMENT ON COLUMN pgoutbox.audit.message_ids IS 'The changed messages; null for a prune, and for an erasure that changed only the audit.';
-COMMENT ON COLUMN pgoutbox.audit.details IS 'Parameters of the act, as the database found them: the limit or the rule.';
-COMMENT ON COLUMN pgoutbox.audit.stated IS 'Further parameters, as db_role states them: the filter of a bulk act.';

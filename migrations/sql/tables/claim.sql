@@ -1,12 +1,17 @@
+-- The claims of workers: which messages each has begun, and when its lease ends. A message in flight belongs to the
+-- claim with its worker and claimed_at; the others of the list have ended since.
+--
 -- One row for each claim, so that a lease is renewed in one row for all of its attempts. Nothing else of a message in
 -- flight changes. A claim is deleted by the trip of its worker that finishes the last of its attempts, or when its lease
 -- has ended.
 CREATE TABLE pgoutbox.claim (
-    claimed_at       timestamptz NOT NULL,
-    lease_expires_at timestamptz NOT NULL,
-    queue            text COLLATE "C" NOT NULL,
-    worker           text COLLATE "C" NOT NULL,
+    claimed_at       timestamptz NOT NULL, -- Start of the attempts.
+    lease_expires_at timestamptz NOT NULL, -- When the attempts count as lost unless their worker renews the lease.
+    queue            text COLLATE "C" NOT NULL, -- The queue of the messages.
+    worker           text COLLATE "C" NOT NULL, -- The worker.
+    -- The messages that this claim chose; the attempt of one that changed meanwhile did not begin.
     ids              bigint[]    NOT NULL,
+    -- The worker from which an operator has released the message; empty when the lease was extended.
     released_from    text COLLATE "C",
     CONSTRAINT claim_pkey PRIMARY KEY (worker, claimed_at)
 ) WITH (
@@ -17,15 +22,3 @@ CREATE TABLE pgoutbox.claim (
 
 -- Recovery reads the claims whose lease has expired.
 CREATE INDEX claim_lease ON pgoutbox.claim (lease_expires_at, queue);
-
-COMMENT ON TABLE pgoutbox.claim IS
-    'The claims of workers: which messages each has begun, and when its lease ends. A message in flight belongs to the '
-    'claim with its worker and claimed_at; the others of the list have ended since.';
-COMMENT ON COLUMN pgoutbox.claim.claimed_at IS 'Start of the attempts.';
-COMMENT ON COLUMN pgoutbox.claim.lease_expires_at IS
-    'When the attempts count as lost unless their worker renews the lease.';
-COMMENT ON COLUMN pgoutbox.claim.queue IS 'The queue of the messages.';
-COMMENT ON COLUMN pgoutbox.claim.worker IS 'The worker.';
-COMMENT ON COLUMN pgoutbox.claim.released_from IS 
-    'The worker from which an operator has released the message; empty when the lease was extended.';
-COMMENT ON COLUMN pgoutbox.claim.ids IS 'The messages that this claim chose; the attempt of one that changed meanwhile did not begin.';

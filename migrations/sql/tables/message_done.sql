@@ -1,3 +1,4 @@
+-- Finished messages: sent, skipped, cancelled. Partitioned by time for retention.
 CREATE TABLE pgoutbox.message_done PARTITION OF pgoutbox.message (
     CONSTRAINT message_done_pkey PRIMARY KEY (id, finished_at),
     CONSTRAINT message_done_sound CHECK (
@@ -19,6 +20,3 @@ WHERE state = 'cancelled' AND coalesce_key IS NOT NULL;
 
 CREATE INDEX message_done_ordered ON pgoutbox.message_done (queue, ordering_key)
 WHERE state = 'cancelled' AND ordering_key IS NOT NULL;
-
-COMMENT ON TABLE pgoutbox.message_done IS
-    'Finished messages: sent, skipped, cancelled. Partitioned by time for retention.';

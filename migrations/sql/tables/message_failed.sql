@@ -1,3 +1,4 @@
+-- Messages that failed permanently; they wait for an operator (redrive or prune).
 CREATE TABLE pgoutbox.message_failed PARTITION OF pgoutbox.message (
     CONSTRAINT message_failed_pkey PRIMARY KEY (id),
     CONSTRAINT message_failed_sound CHECK (
@@ -19,6 +20,3 @@ WHERE ordering_key IS NOT NULL;
 -- Monitoring counts the messages that failed within the last hour. With the state, which all queries name, a chart of the
 -- failures reads only the index.
 CREATE INDEX message_failed_finished_at ON pgoutbox.message_failed (finished_at) INCLUDE (state);
-
-COMMENT ON TABLE pgoutbox.message_failed IS
-    'Messages that failed permanently; they wait for an operator (redrive or prune).';

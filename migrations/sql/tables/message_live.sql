@@ -1,3 +1,5 @@
+-- Messages that are pending or sending.
+--
 -- A claim writes a new version of the row. Most of each page is left free for these versions: on the same page,
 -- PostgreSQL logs only the change, and elsewhere the whole row and a lock of the old version (docs/decisions/0024).
 --
@@ -52,5 +54,3 @@ WHERE ordering_key IS NOT NULL AND available_at > '-infinity';
 
 CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, key_in_flight)
 WHERE key_in_flight IS NOT NULL AND ordering_key IS NOT NULL;
-
-COMMENT ON TABLE pgoutbox.message_live IS 'Messages that are pending or sending.';

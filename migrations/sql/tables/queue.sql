@@ -1,16 +1,23 @@
+-- Settings of a queue. A queue without a row has no limits.
 CREATE TABLE pgoutbox.queue (
-    name            text COLLATE "C" NOT NULL,
-    paused_at       timestamptz,
-    resume_at       timestamptz,
-    tokens_at       timestamptz,
-    begun_count     bigint      NOT NULL DEFAULT 0,
-    rate_seconds    double precision,
-    tokens          double precision,
+    name            text COLLATE "C" NOT NULL, -- The name in the column queue of messages.
+    paused_at       timestamptz, -- Start of the pause; null: the queue is not paused.
+    resume_at       timestamptz, -- Automatic end of the pause; null: an operator must resume the queue.
+    tokens_at       timestamptz, -- Time at which tokens was computed.
+    begun_count     bigint      NOT NULL DEFAULT 0, -- Number of attempts that have begun while the queue had a rate.
+    rate_seconds    double precision, -- Length of the period in which rate_count attempts may begin.
+    tokens          double precision, -- Tokens in the bucket at tokens_at. Each claim takes its tokens before it sends.
+    -- Largest number of attempts that may begin in any period, in the whole fleet. Null: unlimited.
     rate_count      integer,
+    -- Capacity of the bucket: the number of attempts that may begin at once after an idle time; at least those of a
+    -- second.
     burst           integer,
-    max_in_flight   integer,
+    max_in_flight   integer, -- Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.
+    -- Largest number of attempts that may begin in any ceiling_seconds, whatever rate operators set. Null: no ceiling.
+    -- Only the owner of the schema changes it.
     ceiling_count   integer,
-    ceiling_seconds double precision,
+    ceiling_seconds double precision, -- Length of the period of ceiling_count.
+    -- Tokens that are added to the bucket.
     tokens_per_second double precision GENERATED ALWAYS AS (rate_count / nullif(rate_seconds, 0)) STORED,
     CONSTRAINT queue_pkey PRIMARY KEY (name),
     CONSTRAINT queue_sound CHECK (
@@ -32,24 +39,3 @@ CREATE TABLE pgoutbox.queue (
         AND ceiling_seconds BETWEEN 0.001 AND 2592000
     )
 );
-
-COMMENT ON TABLE pgoutbox.queue IS 'Settings of a queue. A queue without a row has no limits.';
-COMMENT ON COLUMN pgoutbox.queue.name IS 'The name in the column queue of messages.';
-COMMENT ON COLUMN pgoutbox.queue.paused_at IS 'Start of the pause; null: the queue is not paused.';
-COMMENT ON COLUMN pgoutbox.queue.resume_at IS 'Automatic end of the pause; null: an operator must resume the queue.';
-COMMENT ON COLUMN pgoutbox.queue.tokens_at IS 'Time at which tokens was computed.';
-COMMENT ON COLUMN pgoutbox.queue.begun_count IS 'Number of attempts that have begun while the queue had a rate.';
-COMMENT ON COLUMN pgoutbox.queue.rate_seconds IS 'Length of the period in which rate_count attempts may begin.';
-COMMENT ON COLUMN pgoutbox.queue.tokens IS
-    'Tokens in the bucket at tokens_at. Each claim takes its tokens before it sends.';
-COMMENT ON COLUMN pgoutbox.queue.rate_count IS
-    'Largest number of attempts that may begin in any period, in the whole fleet. Null: unlimited.';
-COMMENT ON COLUMN pgoutbox.queue.burst IS
-    'Capacity of the bucket: the number of attempts that may begin at once after an idle time; at least those of a second.';
-COMMENT ON COLUMN pgoutbox.queue.max_in_flight IS
-    'Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.';
-COMMENT ON COLUMN pgoutbox.queue.ceiling_count IS
-    'Largest number of attempts that may begin in any ceiling_seconds, whatever rate operators set. Null: no ceiling. '
-    'Only the owner of the schema changes it.';
-COMMENT ON COLUMN pgoutbox.queue.ceiling_seconds IS 'Length of the period of ceiling_count.';
-COMMENT ON COLUMN pgoutbox.queue.tokens_per_second IS 'Tokens that are added to the bucket.';

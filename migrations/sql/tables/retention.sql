@@ -1,8 +1,10 @@
--- The most specific rule applies: the rule of the topic, or else the rule of all topics. Without a rule nothing is
--- deleted.
+-- How long final messages are kept, by topic and state. Without a rule they are never deleted.
+--
+-- The most specific rule applies: the rule of the topic, or else the rule of all topics.
 CREATE TABLE pgoutbox.retention (
-    keep  interval,
-    topic text COLLATE "C" NOT NULL,
+    keep  interval, -- Time to keep the messages. Zero deletes sent messages as they are sent; null never deletes them.
+    topic text COLLATE "C" NOT NULL, -- A topic, or * for every topic without a rule of its own for the state.
+    -- sent, failed, skipped or cancelled; dedupe_key, for keys whose message is deleted; or audit, for acts.
     state text COLLATE "C" NOT NULL,
     CONSTRAINT retention_pkey PRIMARY KEY (topic, state),
     CONSTRAINT retention_topic_sound CHECK (topic = '*' OR (length(topic) <= 63 AND topic ~ '^[a-z][a-z0-9_.-]*$')),
@@ -16,11 +18,3 @@ CREATE TABLE pgoutbox.retention (
         AND timestamp '2000-01-01' + keep BETWEEN timestamp '2000-01-01' AND timestamp '2101-01-01'
     )
 );
-
-COMMENT ON TABLE pgoutbox.retention IS
-    'How long final messages are kept, by topic and state. Without a rule they are never deleted.';
-COMMENT ON COLUMN pgoutbox.retention.keep IS
-    'Time to keep the messages. Zero deletes sent messages as they are sent; null never deletes them.';
-COMMENT ON COLUMN pgoutbox.retention.topic IS 'A topic, or * for every topic without a rule of its own for the state.';
-COMMENT ON COLUMN pgoutbox.retention.state IS
-    'sent, failed, skipped or cancelled; dedupe_key, for keys whose message is deleted; or audit, for acts.';

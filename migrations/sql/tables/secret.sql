@@ -1,15 +1,12 @@
+-- The key of the digests in the audit. Only the owner of the schema reads it. No role has a right on it.
+--
 -- A copy of the database has the same key, so its digests can still be compared.
 CREATE TABLE pgoutbox.secret (
-    is_only boolean NOT NULL DEFAULT true,
+    is_only boolean NOT NULL DEFAULT true, -- Always true, so that there is one row at most.
+    -- Random. With a new key, nobody can compare the digests that the audit already has.
     key     bytea   NOT NULL DEFAULT uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()),
     CONSTRAINT secret_pkey PRIMARY KEY (is_only),
     CONSTRAINT secret_sound CHECK (is_only AND octet_length(key) >= 32)
 );
-
-COMMENT ON TABLE pgoutbox.secret IS
-    'The key of the digests in the audit. Only the owner of the schema reads it. No role has a right on it.';
-COMMENT ON COLUMN pgoutbox.secret.is_only IS 'Always true, so that there is one row at most.';
-COMMENT ON COLUMN pgoutbox.secret.key IS
-    'Random. With a new key, nobody can compare the digests that the audit already has.';
 
 INSERT INTO pgoutbox.secret DEFAULT VALUES;

@@ -1,9 +1,10 @@
--- Claims leave out the messages of paused topics, in all queues. A pause that has passed its end does not count. It is
--- written by pause_topic and resume_topic.
+-- Pauses of topics. A topic without a row is not paused.
+--
+-- Claims leave out the messages of paused topics, in all queues. A pause that has passed its end does not count.
 CREATE TABLE pgoutbox.topic_pause (
-    paused_at timestamptz NOT NULL DEFAULT now(),
-    resume_at timestamptz,
-    topic     text COLLATE "C" NOT NULL,
+    paused_at timestamptz NOT NULL DEFAULT now(), -- Start of the pause.
+    resume_at timestamptz, -- Automatic end of the pause; null: an operator must resume the topic.
+    topic     text COLLATE "C" NOT NULL, -- The topic whose messages no worker claims, in any queue.
     CONSTRAINT topic_pause_pkey PRIMARY KEY (topic),
     CONSTRAINT topic_pause_sound CHECK (
         length(topic) <= 63
@@ -13,9 +14,3 @@ CREATE TABLE pgoutbox.topic_pause (
         AND resume_at BETWEEN timestamptz '2000-01-01 00:00Z' AND timestamptz '3000-01-01 00:00Z'
     )
 );
-
-COMMENT ON TABLE pgoutbox.topic_pause IS 'Pauses of topics. A topic without a row is not paused.';
-COMMENT ON COLUMN pgoutbox.topic_pause.paused_at IS 'Start of the pause.';
-COMMENT ON COLUMN pgoutbox.topic_pause.resume_at IS
-    'Automatic end of the pause; null: an operator must resume the topic.';
-COMMENT ON COLUMN pgoutbox.topic_pause.topic IS 'The topic whose messages no worker claims, in any queue.';

@@ -1,3 +1,5 @@
+-- A message that is to be enqueued: the columns of message of the same names, and the options that compute them.
+--
 -- Every way to enqueue builds drafts, and _enqueue and _enqueue_receipt write them. Null means the default. These names are
 -- the options of `enqueue_many`: an option that is added here is an option there.
 CREATE TYPE pgoutbox.draft AS (
@@ -19,9 +21,6 @@ CREATE TYPE pgoutbox.draft AS (
     max_attempts  integer,
     headers       jsonb
 );
-
-COMMENT ON TYPE pgoutbox.draft IS
-    'A message that is to be enqueued: the columns of message of the same names, and the options that compute them.';
 
 -- The first invalid field of a draft, as name and reason; null if all are valid. One expression without a subselect, so
 -- that PostgreSQL inlines it. A bounded repetition in a regular expression costs ten times as much as an unbounded one.

@@ -1,3 +1,5 @@
+-- The attempts of each message, the one that sent it too, with redacted errors. Attempts in a row that were postponed
+-- alike are one row.
 CREATE VIEW pgoutbox.attempt_view AS
 SELECT
     m.id AS message_id,
@@ -19,7 +21,3 @@ UNION ALL
 SELECT m.id, m.state, m.attempt_count, 1, m.state, m.worker, m.claimed_at, m.finished_at, NULL, NULL, NULL, NULL, NULL
 FROM pgoutbox.message AS m
 WHERE m.state = 'sent';
-
-COMMENT ON VIEW pgoutbox.attempt_view IS
-    'The attempts of each message, the one that sent it too, with redacted errors. Attempts in a row that were postponed '
-    'alike are one row.';

@@ -1,3 +1,4 @@
+-- Open circuit breakers of transports and destinations.
 CREATE VIEW pgoutbox.breaker_view AS
 SELECT
     b.key,
@@ -9,5 +10,3 @@ SELECT
     pgoutbox._redacted_text(b.last_error) AS last_error,
     b.holds
 FROM pgoutbox.breaker AS b;
-
-COMMENT ON VIEW pgoutbox.breaker_view IS 'Open circuit breakers of transports and destinations.';

@@ -1,3 +1,4 @@
+-- The database that the schema belongs to, and whether it is this one. If not, it is a copy: workers send nothing.
 CREATE VIEW pgoutbox.home_view AS
 SELECT
     h.database_name,
@@ -8,6 +9,3 @@ SELECT
     (h.server_id = here.server_id) IS NOT FALSE AND (h.database_id = here.database_id) IS NOT FALSE AS is_here
 FROM pgoutbox.home AS h
 CROSS JOIN pgoutbox._here() AS here;
-
-COMMENT ON VIEW pgoutbox.home_view IS
-    'The database that the schema belongs to, and whether it is this one. If not, it is a copy: workers send nothing.';

@@ -1,3 +1,5 @@
+-- Every attempt in flight, with the end of its lease.
+--
 -- The definition of a message in flight. It starts from the claims, which are few. With OFFSET 0 it does so under any
 -- statistics, and never reads the backlog.
 CREATE VIEW pgoutbox.in_flight_view AS
@@ -12,5 +14,3 @@ CROSS JOIN LATERAL (
         AND begun.claimed_at = c.claimed_at
     OFFSET 0
 ) AS m;
-
-COMMENT ON VIEW pgoutbox.in_flight_view IS 'Every attempt in flight, with the end of its lease.';

@@ -1,3 +1,5 @@
+-- Every message, redacted: payload and headers without values, and texts without the values of names such as password.
+--
 -- The views read with their owner's privileges, so that viewers need none on the tables: hence not `security_invoker`.
 -- They hide no rows, so `security_barrier`, which keeps conditions away from indexes, would protect nothing.
 CREATE VIEW pgoutbox.message_view AS
@@ -45,7 +47,3 @@ SELECT
     pgoutbox._redacted_json(m.headers) AS headers,
     pgoutbox._redacted_json(m.payload) AS payload
 FROM pgoutbox.message AS m;
-
-COMMENT ON VIEW pgoutbox.message_view IS
-    'Every message, redacted: payload and headers without values, and texts without the values of names such as '
-    'password.';

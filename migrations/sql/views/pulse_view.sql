@@ -1,3 +1,5 @@
+-- Counters of which one changes with nearly every event: for programs that follow the outbox.
+--
 -- Counters for a dashboard that change with the outbox, the last id drawn, and when maintenance succeeded. They reveal no
 -- data of the tables that only the owner may read. All of them together are cheap, and unused columns cost nothing.
 CREATE VIEW pgoutbox.pulse_view AS
@@ -19,6 +21,3 @@ SELECT
         FROM pg_catalog.pg_class AS c
         WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind = 'r'
     ) AS written;
-
-COMMENT ON VIEW pgoutbox.pulse_view IS
-    'Counters of which one changes with nearly every event: for programs that follow the outbox.';

@@ -1,3 +1,5 @@
+-- The queues that have or had a limit or a pause, with their messages in flight.
+--
 -- With `now()`, messages in flight are counted only if the query uses the column. A volatile column is always computed.
 CREATE VIEW pgoutbox.queue_view AS
 SELECT
@@ -20,5 +22,3 @@ SELECT
     ) AS in_flight
 FROM pgoutbox.queue AS q
 CROSS JOIN LATERAL pgoutbox._tokens_of(q) AS rate;
-
-COMMENT ON VIEW pgoutbox.queue_view IS 'The queues that have or had a limit or a pause, with their messages in flight.';

@@ -1,3 +1,4 @@
+-- The redirect that an operator has switched on, and the redirects that workers have reported.
 CREATE VIEW pgoutbox.redirect_view AS
 SELECT
     'operator' AS source,
@@ -21,6 +22,3 @@ SELECT
 FROM pgoutbox.worker AS w
 -- The last run says nothing about the next one.
 WHERE w.redirect_to IS NOT NULL AND w.ended_at IS NULL AND w.seen_at > now() - interval '3 minutes';
-
-COMMENT ON VIEW pgoutbox.redirect_view IS
-    'The redirect that an operator has switched on, and the redirects that workers have reported.';

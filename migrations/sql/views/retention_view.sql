@@ -1,8 +1,7 @@
+-- How long final messages are kept.
 CREATE VIEW pgoutbox.retention_view AS
 SELECT
     r.topic,
     r.state,
     r.keep
 FROM pgoutbox.retention AS r;
-
-COMMENT ON VIEW pgoutbox.retention_view IS 'How long final messages are kept.';

@@ -1,3 +1,4 @@
+-- The paused topics.
 CREATE VIEW pgoutbox.topic_pause_view AS
 SELECT
     p.topic,
@@ -6,5 +7,3 @@ SELECT
 FROM pgoutbox.topic_pause AS p
 -- A pause without an end, null, is also a pause. A pause that has passed its end is not.
 WHERE (p.resume_at > now()) IS NOT FALSE;
-
-COMMENT ON VIEW pgoutbox.topic_pause_view IS 'The paused topics.';

@@ -1,3 +1,7 @@
+-- Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker,
+-- unavailable, redirect, unreadable, halted, in order, in flight, rate, max_in_flight, no worker, no handler, next run,
+-- or due if it can be claimed.
+--
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. Some come from the reason code of the last attempt; the other reasons follow from the rows. A run of `worker
 -- --once` serves its queues and topics until the next one, for 25 hours, which is a daily run and an hour. Messages behind
@@ -106,8 +110,3 @@ CROSS JOIN LATERAL (
     END AS reason
 ) AS why
 WHERE m.state = 'pending';
-
-COMMENT ON VIEW pgoutbox.waiting_view IS
-    'Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker, '
-    'unavailable, redirect, unreadable, halted, in order, in flight, rate, max_in_flight, no worker, no handler, next run, '
-    'or due if it can be claimed.';
