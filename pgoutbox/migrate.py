@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from alembic.config import Config
-    from sqlalchemy import Connection, TextClause
+    from sqlalchemy import Connection
 
 _log = logging.getLogger("pgoutbox.migrate")
 
@@ -117,7 +117,7 @@ def upgrade(
             )
         _run_alembic("upgrade", _config(connection), revision)
         if is_new and deployment is not None:
-            connection.execute(_sql("UPDATE pgoutbox.home SET deployment = :name"), {"name": deployment})
+            connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
         if missing := _set_up_roles(connection):
             (report or _log.info)(
                 f"roles are missing that you may not create: {', '.join(missing)}. "
@@ -161,10 +161,10 @@ def downgrade(
     with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
             return
-        _execute(connection, _DELETE_ALL if delete_messages else _DELETE_DELIVERED)
+        connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
-            _execute(connection, "DROP TABLE pgoutbox.alembic_version")
+            connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
             _drop_schema_if_empty(connection)
 
 
@@ -173,11 +173,9 @@ def count_rows(dsn: str) -> dict[str, int]:
     with _transaction(dsn) as connection:
         if not _has_tables(connection):
             return {}
-        rows = connection.execute(
-            _sql(
-                "SELECT m.state, count(*) FROM pgoutbox.message AS m GROUP BY m.state"
-                " UNION ALL SELECT 'audit', count(*) FROM pgoutbox.audit HAVING count(*) > 0"
-            )
+        rows = connection.exec_driver_sql(
+            "SELECT m.state, count(*) FROM pgoutbox.message AS m GROUP BY m.state"
+            " UNION ALL SELECT 'audit', count(*) FROM pgoutbox.audit HAVING count(*) > 0"
         )
         return {str(name): int(count) for name, count in rows}
 
@@ -195,13 +193,13 @@ def state(dsn: str) -> SchemaState:
         if not _has_tables(connection):
             return SchemaState(None, None)
         # The version table of an application does not name this revision if one of its own depends on it.
-        return SchemaState(f"pgoutbox_{connection.scalar(_sql(sql.SCHEMA_VERSION)):04}", "application")
+        return SchemaState(f"pgoutbox_{connection.exec_driver_sql(sql.SCHEMA_VERSION).scalar():04}", "application")
 
 
 def deployment_of(dsn: str) -> str | None:
     """Return the name of the deployment whose workers send from this migrated database; None: any worker does."""
     with _transaction(dsn) as connection:
-        name = connection.scalar(_sql("SELECT h.deployment FROM pgoutbox.home AS h"))
+        name = connection.exec_driver_sql("SELECT h.deployment FROM pgoutbox.home AS h").scalar()
         return None if name is None else str(name)
 
 
@@ -271,7 +269,7 @@ def _migration(
     with _transaction(dsn) as connection:
         _require_server_version(connection)
         _lock_out_other_migrations(connection, report or _log.info, creates=creates)
-        _execute(connection, f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
         with _alembic_state:
             yield connection
 
@@ -296,9 +294,9 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     try:
         with engine.begin() as connection:
             # Independent of the role's defaults: the version must be read again after waiting for another run.
-            _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
-            _execute(connection, "SET LOCAL statement_timeout = 0")
-            _execute(connection, "SET LOCAL lock_timeout = 0")
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
+            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
             yield connection
     except DBAPIError as error:
         if isinstance(error.orig, LockNotAvailable):
@@ -316,12 +314,12 @@ def _transaction(dsn: str) -> Iterator[Connection]:
 def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None], *, creates: bool) -> None:
     # The lock belongs to the transaction and not to the session. So it works through a transaction pooler, and cannot
     # outlive the run.
-    _execute(connection, _WAIT_BRIEFLY)
+    connection.exec_driver_sql(_WAIT_BRIEFLY)
     if _has_version_table_locked(connection, creates=creates):
         return
-    holder = connection.scalar(_sql(_LOCK_HOLDER))
+    holder = connection.exec_driver_sql(_LOCK_HOLDER).scalar()
     report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
-    _execute(connection, _WAIT)
+    connection.exec_driver_sql(_WAIT)
     while not _has_version_table_locked(connection, creates=creates):
         pass  # Repeated when another run has just created or dropped the table, and has ended.
 
@@ -335,13 +333,14 @@ def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
 
     try:
         with connection.begin_nested():
-            if creates and not _exists(connection, SCHEMA):
-                _execute(connection, "CREATE SCHEMA pgoutbox")
+            # CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
+            if creates and connection.exec_driver_sql("SELECT to_regnamespace('pgoutbox')").scalar() is None:
+                connection.exec_driver_sql("CREATE SCHEMA pgoutbox")
             has_versions = _has_table(connection, VERSION_TABLE)
             if creates and not has_versions and not _has_tables(connection):
-                _execute(connection, _CREATE_VERSION_TABLE)
+                connection.exec_driver_sql(_CREATE_VERSION_TABLE)
             elif has_versions:
-                _execute(connection, _LOCK_VERSION_TABLE)
+                connection.exec_driver_sql(_LOCK_VERSION_TABLE)
     except DBAPIError as error:
         if isinstance(error.orig, _LOST_TO_ANOTHER_RUN):
             return False
@@ -350,7 +349,7 @@ def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
 
 
 def _require_server_version(connection: Connection) -> None:
-    version = int(connection.scalar(_sql("SELECT current_setting('server_version_num')")) or 0)
+    version = int(connection.exec_driver_sql("SELECT current_setting('server_version_num')").scalar() or 0)
     if version < _MINIMUM_SERVER_VERSION:
         raise SchemaError(f"pgoutbox needs PostgreSQL 15 or later; this server is {version // 10000}")
 
@@ -364,9 +363,9 @@ def _revision_of(connection: Connection) -> str | None:
 
 def _set_up_roles(connection: Connection) -> list[str] | None:
     """Return the missing roles; None if the database is not migrated."""
-    if connection.scalar(_sql("SELECT to_regprocedure('pgoutbox.set_up_roles()')")) is None:
+    if connection.exec_driver_sql("SELECT to_regprocedure('pgoutbox.set_up_roles()')").scalar() is None:
         return None
-    return list(connection.scalar(_sql("SELECT pgoutbox.set_up_roles()")) or ())
+    return list(connection.exec_driver_sql("SELECT pgoutbox.set_up_roles()").scalar() or ())
 
 
 def _has_tables(connection: Connection) -> bool:
@@ -374,14 +373,8 @@ def _has_tables(connection: Connection) -> bool:
 
 
 def _has_table(connection: Connection, name: str) -> bool:
-    query = _sql("SELECT to_regclass('pgoutbox.' || :name) IS NOT NULL")
-    return bool(connection.scalar(query, {"name": name}))
-
-
-def _exists(connection: Connection, schema: str) -> bool:
-    # CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
-    query = _sql("SELECT EXISTS (SELECT FROM pg_catalog.pg_namespace WHERE nspname = :schema)")
-    return bool(connection.scalar(query, {"schema": schema}))
+    query = "SELECT to_regclass('pgoutbox.' || %(name)s) IS NOT NULL"
+    return bool(connection.exec_driver_sql(query, {"name": name}).scalar())
 
 
 def _drop_schema_if_empty(connection: Connection) -> None:
@@ -389,7 +382,7 @@ def _drop_schema_if_empty(connection: Connection) -> None:
 
     try:
         with connection.begin_nested():
-            _execute(connection, "DROP SCHEMA pgoutbox RESTRICT")
+            connection.exec_driver_sql("DROP SCHEMA pgoutbox RESTRICT")
     except DBAPIError as error:
         if not isinstance(error.orig, psycopg.errors.DependentObjectsStillExist | psycopg.errors.InsufficientPrivilege):
             raise
@@ -418,16 +411,6 @@ def _config(connection: Connection | None = None, *, output: io.StringIO | None 
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config
-
-
-def _execute(connection: Connection, statement: str) -> None:
-    connection.execute(_sql(statement))
-
-
-def _sql(statement: str) -> TextClause:
-    from sqlalchemy import text
-
-    return text(statement)
 
 
 def _require_alembic() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import alembic
 import psycopg
 import pytest
 from alembic import command
@@ -518,7 +519,8 @@ class TestAsBranchOfTheHost:
         (tmp_path / "alembic.ini").write_text(HOST_INI)
         (tmp_path / "env.py").write_text(HOST_ENV)
         (tmp_path / "versions" / "host_0001.py").write_text(HOST_REVISION)
-        (tmp_path / "script.py.mako").write_text((migrate._MIGRATIONS / "script.py.mako").read_text())
+        template = Path(alembic.__file__).parent / "templates" / "generic" / "script.py.mako"
+        (tmp_path / "script.py.mako").write_text(template.read_text())
         config = Config(tmp_path / "alembic.ini", cmd_opts=Namespace(x=["pgoutbox_drop=yes"]))
         config.attributes["url"] = empty_dsn.replace("postgresql://", "postgresql+psycopg://", 1)
         config.attributes["options"] = {}

@@ -8,7 +8,6 @@
 CREATE FUNCTION pgoutbox._hand_over()
 RETURNS void
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     heir constant name := (
@@ -39,43 +38,31 @@ BEGIN
         trial_ends_at := clock_timestamp() + interval '200 ms';
         BEGIN
             FOR owned IN
-                SELECT o.command
+                SELECT CASE o.name
+                    -- The sequence belongs to the table message and follows it. This only locks it.
+                    WHEN 'pgoutbox.message_id_seq' THEN 'ALTER SEQUENCE pgoutbox.message_id_seq SET LOGGED'
+                    ELSE format('ALTER %s %s OWNER TO %I', o.kind, o.name, heir)
+                END AS command
                 FROM (
                     SELECT
-                        1 AS part,
-                        CASE WHEN c.relkind = 'v' THEN 0 ELSE array_position(
-                            '{message_id_seq,dedupe,key_head,message,message_live}'::name[], c.relname
-                        ) END AS place,
-                        c.oid,
-                        CASE c.relkind
-                            -- The sequence belongs to the table message and follows it. This only locks it.
-                            WHEN 'S' THEN 'ALTER SEQUENCE pgoutbox.message_id_seq SET LOGGED'
-                            ELSE 'ALTER TABLE pgoutbox.' || quote_ident(c.relname) || ' OWNER TO ' || quote_ident(heir)
-                        END AS command
+                        CASE c.relkind WHEN 'c' THEN 'TYPE' WHEN 'v' THEN 'VIEW' ELSE 'TABLE' END AS kind,
+                        c.oid::regclass::text AS name,
+                        c.oid
                     FROM pg_class AS c
                     WHERE c.relnamespace = 'pgoutbox'::regnamespace
-                        AND (c.relkind IN ('r', 'p', 'v') OR c.oid = 'pgoutbox.message_id_seq'::regclass)
+                        AND (c.relkind IN ('c', 'r', 'p', 'v') OR c.oid = 'pgoutbox.message_id_seq'::regclass)
                         AND c.relowner = current_user::regrole
                     UNION ALL
-                    SELECT
-                        0,
-                        NULL,
-                        c.oid,
-                        'ALTER TYPE pgoutbox.' || quote_ident(c.relname) || ' OWNER TO ' || quote_ident(heir)
-                    FROM pg_class AS c
-                    WHERE c.relnamespace = 'pgoutbox'::regnamespace
-                        AND c.relkind = 'c'
-                        AND c.relowner = current_user::regrole
-                    UNION ALL
-                    SELECT
-                        2,
-                        NULL,
-                        p.oid,
-                        'ALTER ROUTINE ' || p.oid::regprocedure::text || ' OWNER TO ' || quote_ident(heir)
+                    SELECT 'ROUTINE', p.oid::regprocedure::text, p.oid
                     FROM pg_proc AS p
                     WHERE p.pronamespace = 'pgoutbox'::regnamespace AND p.proowner = current_user::regrole
                 ) AS o
-                ORDER BY o.part, o.place NULLS LAST, o.oid
+                ORDER BY
+                    array_position('{TYPE,VIEW,TABLE,ROUTINE}', o.kind),
+                    array_position(
+                        '{message_id_seq,dedupe,key_head,message,message_live}', split_part(o.name, '.', 2)
+                    ) NULLS LAST,
+                    o.oid
             LOOP
                 PERFORM set_config(
                     'lock_timeout',
