@@ -40,7 +40,7 @@ ORDER = (
     "types/*.sql",
     "tables/message*.sql",  # First in the reference of the schema.
     "tables/*.sql",
-    "functions/*.sql",  # The private ones first: public ones call them.
+    "functions/*.sql",
     "triggers/*.sql",
     "views/worker_view.sql",  # The view of waiting messages reads it.
     "views/*.sql",
@@ -121,8 +121,10 @@ def is_applied_by_another_run() -> bool:
 def upgrade() -> None:
     if is_applied_by_another_run():
         return
+    run("SET LOCAL check_function_bodies = off")  # Functions call each other, whatever the order of their names.
     for statement in (*statements(ORDER), *comments()):
         run(statement)
+    run("SET LOCAL check_function_bodies = on")
 
 
 def downgrade() -> None:

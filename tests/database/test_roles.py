@@ -104,21 +104,21 @@ ENQUEUE_FUNCTIONS: Final = (
     "lock_for_enqueue reschedule _state_of"
 )
 PRUNE_BY_RULES: Final = "_prune_audit _prune_by_rule _prune_content _prune_dedupe_by_rule _prune_keys"
-MAINTENANCE_FUNCTIONS: Final = "_drop_partition _kept_until make_partition partitions"
+MAINTENANCE_FUNCTIONS: Final = "_drop_partition _kept_until make_partition"
 LOOK_FUNCTIONS: Final = (
-    "_cause_of _done_estimate _error_group failures _here _hold_of _redacted_json _redacted_text _require_home "
-    "schema_version _tokens_of"
+    "_cause_of _done_estimate _error_group failures _here _hold_of partitions _redacted_json _redacted_text "
+    "_require_home schema_version _tokens_of"
 )
 FUNCTION_RIGHTS: Final[dict[str, str]] = {
     PRODUCER: f"{ENQUEUE_FUNCTIONS} _cancel_each _is_known_topic _read_redirect _require_home schema_version",
     WORKER: f"{ENQUEUE_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent _here "
-    "_hold_of _in_flight_of _is_known_topic next_permit_at _permits _raise_id_floor read_payloads _read_redirect "
+    "_hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads _read_redirect "
     "_redacted_text _require_completion _require_home _reset_session schema_version _tokens_of _with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
     "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_topic prune _prune_dedupe "
-    "_raise_id_floor redrive release reschedule resend resume_topic _selected_messages set_redirect set_retention "
+    "redrive release reschedule resend resume_topic _selected_messages set_redirect set_retention "
     "snooze _state_of unset_retention",
     VIEWER: LOOK_FUNCTIONS,
 }
@@ -1015,7 +1015,6 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox._permits('limited', 5, true)"),
     (WORKER, "SELECT pgoutbox._tokens_of(q) FROM pgoutbox.queue AS q"),
     (WORKER, "SELECT pgoutbox._forget_requests()"),
-    (WORKER, "SELECT pgoutbox._raise_id_floor()"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
     (WORKER, "SELECT pgoutbox._prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
     (WORKER, "SELECT pgoutbox._prune_dedupe_by_rule(10)"),
@@ -1110,7 +1109,7 @@ def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str
 
 # Triggers, which other calls run, and functions that only the owner may call.
 NOT_ATTACKED: Final = {
-    "_count_attempts", "_record_breaker_act", "_wake_held_queues", "_record_queue_act", "_record_retention_act",
+    "_count_attempts", "_record_breaker_act", "_record_queue_act", "_record_retention_act",
     "destination_digest",
     "export", "import_messages", "mentions",
 }  # fmt: skip

@@ -196,16 +196,19 @@ def others_of(db: psycopg.Connection, ids: list[int]) -> list[tuple[object, ...]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("missing", "start", "nothing"),
-    [("_erase_in_audit", "    WITH told", "    RETURN 0;"), ("_erase_left_behind", "    RETURN QUERY", "    RETURN;")],
+    ("missing", "part", "instead"),
+    [
+        ("_erase_in_audit", "    WITH told", "    RETURN 0;\n    WITH told"),
+        ("_erase_left_behind", "WHERE h.scope = a.scope\n", "WHERE false\n"),
+    ],
 )
 def test_the_dump_shows_a_part_that_is_not_erased(
-    db: psycopg.Connection, dsn: str, missing: str, start: str, nothing: str
+    db: psycopg.Connection, dsn: str, missing: str, part: str, instead: str
 ) -> None:
     """The audit and the keys each need their part of the erasure."""
     message_id = put_of(db, State.FAILED, coalesce_key="lovelace")
     Operator(db).act_on_all("redrive", MessageFilter(owner=OWNER))
-    remove(db, missing, start, f"{nothing}\n{start}")
+    remove(db, missing, part, instead)
     assert Operator(db).erase(owner=OWNER).results[message_id] is EraseResult.ERASED
     after = dump_of(dsn)
     assert "lovelace" in after or OWNER in after
@@ -461,8 +464,8 @@ def test_mentions_are_found_in_every_column(db: psycopg.Connection) -> None:
 # --- keys that others need --------------------------------------------------------------------------------------------
 
 HEAD_LIVE = "JOIN asked AS a ON a.scope = m.topic AND a.key = m.coalesce_key\n"
-HEAD_FAILED = "WHERE m.topic = a.scope AND m.coalesce_key = a.key\n"
-HEAD_CANCELLED = "AND m.coalesce_key = a.key AND m.state = 'cancelled'"
+HEAD_FAILED = "AND m.coalesce_key = key\n"
+HEAD_CANCELLED = "AND m.coalesce_key = key AND m.state = 'cancelled'"
 NEVER = " AND false"
 
 
@@ -479,7 +482,7 @@ def test_an_older_message_of_another_owner_stays_superseded(
     db: psycopg.Connection, state: State, guard: str, instead: str, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "_erase_left_behind", guard, instead)
+        remove(db, "_erase_left_behind" if guard == HEAD_LIVE else "_messages_of_key", guard, instead)
     older = put_of(db, state, owner="other", coalesce_key="k")
     put_of(db, coalesce_key="k")
     Operator(db).erase(owner=OWNER)
@@ -491,14 +494,14 @@ def test_an_older_message_of_another_owner_stays_superseded(
     assert count(db, "key_head") == is_guarded
 
 
-ORDERED = "m.queue = substr(a.scope, 2) AND m.ordering_key = a.key"
+ORDERED = "m.queue = substr(scope, 2) AND m.ordering_key = key"
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 @pytest.mark.parametrize("state", [State.PENDING, State.FAILED, State.CANCELLED])
 def test_the_ordering_key_of_an_older_message_stays(db: psycopg.Connection, state: State, *, is_guarded: bool) -> None:
     if not is_guarded:
-        ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._erase_left_behind'::regproc)").fetchall()
+        ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._messages_of_key'::regproc)").fetchall()
         assert definition.count(ORDERED) == 3
         db.execute(definition.replace(ORDERED, "false").encode())
     put_of(db, state, owner="other", ordering_key="k")

@@ -64,16 +64,16 @@ def remove(db: psycopg.Connection, function: str, guard: str, instead: str = "")
     db.execute(definition.replace(guard, instead).encode())
 
 
-FAILED_COALESCED = "WHERE m.topic = p.scope AND m.coalesce_key = p.key\n"
-CANCELLED_COALESCED = "AND m.coalesce_key = p.key AND m.state = 'cancelled'"
+FAILED_COALESCED = "AND m.coalesce_key = key\n"
+CANCELLED_COALESCED = "AND m.coalesce_key = key AND m.state = 'cancelled'"
 OLDEST = "SELECT o.topic, o.coalesce_key FROM oldest AS o WHERE o.coalesce_key IS NOT NULL"
 HORIZON = "e.newest_id <= coalesce"
 NEWEST_EXISTS = "WHERE m.id = p.newest_id"
 NEVER = " AND false"
 
-FAILED_ORDERED = "FROM pgoutbox.message_failed AS m\n                    WHERE m.queue = p.queue"
-CANCELLED_ORDERED = "AND m.ordering_key = p.key AND m.state = 'cancelled'"
-LIVE_ORDERED = "FROM pgoutbox.message_live AS m\n                    WHERE m.queue = p.queue"
+FAILED_ORDERED = "FROM pgoutbox.message_failed AS m\nWHERE scope LIKE '/%'"
+CANCELLED_ORDERED = "AND m.ordering_key = key AND m.state = 'cancelled'"
+LIVE_ORDERED = "FROM pgoutbox.message_live AS m\nWHERE scope LIKE '/%'"
 
 
 # --- reasons to keep a key --------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     db: psycopg.Connection, state: State, guard: str, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "_prune_keys", guard, guard.rstrip() + NEVER + "\n")
+        remove(db, "_messages_of_key", guard, guard.rstrip() + NEVER + "\n")
     older = put(db, state, coalesce_key="k", age=9 * DAY)
     other, newest = (put(db, State.SENT, coalesce_key=key) for key in ("other", "k"))
     delete(db, other, newest)
@@ -145,7 +145,7 @@ def test_the_head_stays_while_its_newest_message_exists(
         assert Operator(db).resend(newest).result is ActResult.SUPERSEDED
 
 
-RESEND_NEWEST = "OR head.newest_id = m.id)\n"
+RESEND_NEWEST = "OR newest_id = source.id THEN"
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -153,7 +153,7 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
     db: psycopg.Connection, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true))\n")
+        remove(db, "resend", RESEND_NEWEST, "OR coalesce(newest_id <= source.id, true) THEN")
     older, newest = (put(db, State.SENT, coalesce_key="k") for _ in range(2))
     delete(db, newest)
     page(db)
@@ -180,7 +180,7 @@ def test_a_producer_with_an_early_id_is_ordered_after_earlier_commits(
     """It waits for the transaction with its dedupe key, between drawing its id and writing the row of its key."""
     if not is_guarded:
         remove(db, "_prune_keys", NEWEST_EXISTS, NEWEST_EXISTS + NEVER)
-        remove(db, "_prune_keys", guard, broken)
+        remove(db, "_messages_of_key", guard, broken)
     rival, producer = connect(), connect(autocommit=True)
     put(rival, dedupe_key="d")
     with ThreadPoolExecutor(1) as threads:
@@ -204,7 +204,7 @@ def test_a_producer_with_an_early_id_supersedes_earlier_commits(
     db: psycopg.Connection, connect: Connect, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
-        remove(db, "resend", RESEND_NEWEST, "OR coalesce(head.newest_id <= m.id, true))\n")
+        remove(db, "resend", RESEND_NEWEST, "OR coalesce(newest_id <= source.id, true) THEN")
     rival, producer = connect(), connect(autocommit=True)
     put(rival, dedupe_key="d")
     with ThreadPoolExecutor(1) as threads:

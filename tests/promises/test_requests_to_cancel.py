@@ -104,7 +104,7 @@ async def test_an_enqueue_does_not_refuse_the_id_that_it_draws_during_a_maintena
     maintenance.execute("LOCK TABLE pgoutbox.id_floor")
     enqueued = asyncio.create_task(asyncio.to_thread(producer.execute, f"SELECT pgoutbox.{call}".encode()))
     await until_blocked(db, enqueued)
-    maintenance.execute("SELECT pgoutbox._raise_id_floor()")
+    maintenance.execute("SELECT pgoutbox._forget_requests()")
     maintenance.commit()
     await enqueued
     assert [state for _, _, state in states(db)] == ["pending", "pending"]

@@ -12,7 +12,6 @@ CREATE FUNCTION pgoutbox._acted(
 )
 RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     IF wakes THEN

@@ -5,7 +5,6 @@ CREATE FUNCTION pgoutbox._announced()
 RETURNS jsonb
 LANGUAGE plpgsql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     sealed constant text := current_setting('pgoutbox.act', true);

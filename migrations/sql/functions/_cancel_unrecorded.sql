@@ -4,7 +4,6 @@
 CREATE FUNCTION pgoutbox._cancel_unrecorded(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE

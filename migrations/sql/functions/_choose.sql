@@ -11,7 +11,6 @@ CREATE FUNCTION pgoutbox._choose(
 )
 RETURNS pgoutbox.act_result[]
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     locked bigint[] := CASE WHEN 'pending' = ANY (states) THEN pgoutbox._lock_pending(ids) ELSE '{}' END;

@@ -3,7 +3,6 @@ CREATE FUNCTION pgoutbox._correction_error(message pgoutbox.message, changes jso
 RETURNS text
 LANGUAGE plpgsql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     RETURN CASE

@@ -11,7 +11,6 @@ CREATE FUNCTION pgoutbox._delete_dedupe_keys(
 )
 RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
-SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = off
 SET jit = off
 AS $function$
@@ -27,14 +26,10 @@ WITH page AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key
     FROM page AS p
     JOIN pgoutbox.dedupe AS d ON d.topic = p.topic AND d.dedupe_key = p.dedupe_key AND d.message_id = p.message_id
-    WHERE CASE WHEN created_by IS NOT NULL THEN d.created_at <= created_by ELSE NOT d.is_kept OR d.created_at <= (
-            -- The rule of all topics spares the keys of topics with a rule of their own.
-            SELECT now() - r.keep
-            FROM pgoutbox.retention AS r
-            WHERE r.state = 'dedupe_key' AND r.topic IN (d.topic, '*')
-            ORDER BY r.topic = '*'
-            LIMIT 1
-        ) END
+    WHERE CASE
+            WHEN created_by IS NOT NULL THEN d.created_at <= created_by
+            ELSE NOT d.is_kept OR d.created_at <= now() - pgoutbox._keep_of(d.topic, 'dedupe_key')
+        END
         AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL
     FOR UPDATE OF d SKIP LOCKED
 ), forgotten AS (

@@ -18,7 +18,6 @@ AS $function$
 DECLARE
     found_lower_at timestamptz;
     found_upper_at timestamptz;
-    has_keys boolean := false;
 BEGIN
     IF NOT pgoutbox._reads_committed() THEN
         RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to drop a partition' USING
@@ -42,25 +41,6 @@ BEGIN
     LOCK TABLE pgoutbox.retention IN SHARE MODE;
     EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) || ' IN SHARE ROW EXCLUSIVE MODE';
     IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN
-        RETURN 'kept';
-    END IF;
-    -- A rule that deletes sent messages at once keeps their dedupe keys. So it deletes these messages one by one.
-    IF EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.state = 'sent' AND r.keep = interval '0') THEN
-        EXECUTE '
-            SELECT EXISTS (
-                SELECT
-                FROM pgoutbox.' || quote_ident(partition_name) || ' AS m
-                WHERE m.state = ''sent'' AND m.dedupe_key IS NOT NULL AND (
-                    SELECT r.keep
-                    FROM pgoutbox.retention AS r
-                    WHERE r.state = ''sent'' AND r.topic IN (m.topic, ''*'')
-                    ORDER BY r.topic = ''*''
-                    LIMIT 1
-                ) = interval ''0''
-            )'
-            INTO has_keys;
-    END IF;
-    IF has_keys THEN
         RETURN 'kept';
     END IF;
     EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(partition_name);

@@ -7,7 +7,6 @@
 CREATE FUNCTION pgoutbox._erase_in_audit(texts text[], keys text[], erased_ids bigint[], only_erased boolean)
 RETURNS bigint
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     -- Only these count in acts on other messages. Otherwise a made-up owner or destination could erase any words there.

@@ -5,67 +5,44 @@
 -- have just committed.
 CREATE FUNCTION pgoutbox._erase_left_behind(head_scopes text[], head_keys text[], missing_ids bigint[])
 RETURNS SETOF bigint
-LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
+LANGUAGE sql
 AS $function$
-BEGIN
-    RETURN QUERY
-    WITH asked AS (
-        SELECT k.scope COLLATE "C" AS scope, k.key COLLATE "C" AS key FROM unnest(head_scopes, head_keys) AS k(scope, key)
-    ), needed AS MATERIALIZED (
-        -- No index has the coalesce keys of live messages.
-        SELECT a.scope, a.key
-        FROM pgoutbox.message_live AS m
-        JOIN asked AS a ON a.scope = m.topic AND a.key = m.coalesce_key
-        UNION
-        -- Failed and cancelled messages can be redriven.
-        SELECT a.scope, a.key
-        FROM asked AS a
-        WHERE EXISTS (
-                SELECT FROM pgoutbox.message_failed AS m WHERE m.topic = a.scope AND m.coalesce_key = a.key
-            )
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.message_done AS m
-                WHERE m.topic = a.scope AND m.coalesce_key = a.key AND m.state = 'cancelled'
-            )
-            OR a.scope LIKE '/%' AND EXISTS (
-                SELECT FROM pgoutbox.message_live AS m WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key
-            )
-            OR a.scope LIKE '/%' AND EXISTS (
-                SELECT FROM pgoutbox.message_failed AS m WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key
-            )
-            OR a.scope LIKE '/%' AND EXISTS (
-                SELECT
-                FROM pgoutbox.message_done AS m
-                WHERE m.queue = substr(a.scope, 2) AND m.ordering_key = a.key AND m.state = 'cancelled'
-            )
-    ), head AS (
-        DELETE FROM pgoutbox.key_head AS h
-        USING asked AS a
-        WHERE h.scope = a.scope
-            AND h.key = a.key
-            AND (h.scope, h.key) NOT IN (SELECT n.scope, n.key FROM needed AS n)
-            AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = h.newest_id LIMIT 1) IS NULL
-        RETURNING h.newest_id
-    ), missing AS MATERIALIZED (
-        SELECT a.id
-        FROM unnest(missing_ids) AS a(id)
-        WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL
-    ), key AS MATERIALIZED (
-        -- An enqueue that has locked a key takes it over.
-        SELECT d.topic, d.dedupe_key
-        FROM pgoutbox.dedupe AS d
-        WHERE d.message_id IN (SELECT m.id FROM missing AS m)
-        FOR UPDATE SKIP LOCKED
-    ), deduped AS (
-        DELETE FROM pgoutbox.dedupe AS d
-        USING key AS k
-        WHERE d.topic = k.topic AND d.dedupe_key = k.dedupe_key
-        RETURNING d.message_id
-    )
-    SELECT h.newest_id FROM head AS h
-    UNION ALL
-    SELECT d.message_id FROM deduped AS d;
-END
+WITH asked AS (
+    SELECT k.scope COLLATE "C" AS scope, k.key COLLATE "C" AS key FROM unnest(head_scopes, head_keys) AS k(scope, key)
+), needed AS MATERIALIZED (
+    -- No index has the coalesce keys of live messages.
+    SELECT a.scope, a.key
+    FROM pgoutbox.message_live AS m
+    JOIN asked AS a ON a.scope = m.topic AND a.key = m.coalesce_key
+    UNION
+    SELECT a.scope, a.key
+    FROM asked AS a
+    WHERE (SELECT m.id FROM pgoutbox._messages_of_key(a.scope, a.key) AS m(id) LIMIT 1) IS NOT NULL
+), head AS (
+    DELETE FROM pgoutbox.key_head AS h
+    USING asked AS a
+    WHERE h.scope = a.scope
+        AND h.key = a.key
+        AND (h.scope, h.key) NOT IN (SELECT n.scope, n.key FROM needed AS n)
+        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = h.newest_id LIMIT 1) IS NULL
+    RETURNING h.newest_id
+), missing AS MATERIALIZED (
+    SELECT a.id
+    FROM unnest(missing_ids) AS a(id)
+    WHERE (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = a.id LIMIT 1) IS NULL
+), key AS MATERIALIZED (
+    -- An enqueue that has locked a key takes it over.
+    SELECT d.topic, d.dedupe_key
+    FROM pgoutbox.dedupe AS d
+    WHERE d.message_id IN (SELECT m.id FROM missing AS m)
+    FOR UPDATE SKIP LOCKED
+), deduped AS (
+    DELETE FROM pgoutbox.dedupe AS d
+    USING key AS k
+    WHERE d.topic = k.topic AND d.dedupe_key = k.dedupe_key
+    RETURNING d.message_id
+)
+SELECT h.newest_id FROM head AS h
+UNION ALL
+SELECT d.message_id FROM deduped AS d
 $function$;

@@ -5,7 +5,6 @@ CREATE FUNCTION pgoutbox._erased_text(value text, texts text[])
 RETURNS text
 LANGUAGE plpgsql
 IMMUTABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     one text;

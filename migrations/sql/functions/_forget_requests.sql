@@ -1,5 +1,5 @@
--- Delete the requests to cancel messages that have ended. A redrive deletes requests too, in another order: this waits
--- for none of its locks.
+-- Delete the requests to cancel messages that have ended, and let later enqueues refuse the ids that are drawn until
+-- now. A redrive deletes requests too, in another order: this waits for none of its locks.
 CREATE FUNCTION pgoutbox._forget_requests()
 RETURNS void
 LANGUAGE sql
@@ -14,5 +14,7 @@ WHERE c.ctid = ANY (ARRAY(
         SELECT FROM pgoutbox.message_live AS m WHERE m.id = r.message_id AND m.created_at = r.message_created_at
     )
     FOR UPDATE OF r SKIP LOCKED
-))
+));
+UPDATE pgoutbox.id_floor AS f
+SET newest_id = greatest(f.newest_id, (SELECT s.last_value FROM pgoutbox.message_id_seq AS s WHERE s.is_called))
 $function$;

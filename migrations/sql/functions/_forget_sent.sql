@@ -18,19 +18,14 @@ BEGIN
     ), forgetful AS MATERIALIZED (
         SELECT t.topic
         FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
-        WHERE EXISTS (
-                SELECT
+        WHERE (
+                -- Not _keep_of: its call would read two more pages for each message.
+                SELECT r.keep
                 FROM pgoutbox.retention AS r
-                WHERE r.topic IN (t.topic, '*')
-                    AND r.state = 'sent'
-                    AND r.keep = interval '0'
-                    AND (
-                        r.topic = t.topic
-                        OR NOT EXISTS (
-                            SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
-                        )
-                    )
-            )
+                WHERE r.topic IN (t.topic, '*') AND r.state = 'sent'
+                ORDER BY r.topic = '*'
+                LIMIT 1
+            ) = interval '0'
     ), forgotten AS (
         DELETE FROM pgoutbox.message_live AS m
         USING asked AS a

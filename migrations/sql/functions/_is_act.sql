@@ -6,7 +6,6 @@ CREATE FUNCTION pgoutbox._is_act()
 RETURNS boolean
 LANGUAGE sql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 SELECT pgoutbox._announced() IS NOT NULL
     OR (

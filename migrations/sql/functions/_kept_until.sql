@@ -1,6 +1,7 @@
 -- When retention rules stop keeping the messages that ended within this period; infinity if a message is never deleted,
 -- and minus infinity if there is none. If every message in one of these states has a rule that deletes it, the longest
--- rule gives the time when all messages of a period are deleted. Otherwise only the messages themselves show it.
+-- rule gives the time when all messages of a period are deleted. Otherwise only the messages themselves show it. A rule
+-- that deletes sent messages at once keeps their dedupe keys, so these messages are deleted one by one.
 CREATE FUNCTION pgoutbox._kept_until(lower_at timestamptz, upper_at timestamptz)
 RETURNS timestamptz
 LANGUAGE plpgsql
@@ -17,25 +18,25 @@ BEGIN
     INTO latest
     FROM pgoutbox.retention AS r
     WHERE r.state IN ('sent', 'skipped', 'cancelled')
-    HAVING bool_and(r.keep IS NOT NULL) AND count(*) FILTER (WHERE r.topic = '*') = 3;
+    HAVING bool_and(r.keep IS NOT NULL AND (r.keep > interval '0' OR r.state <> 'sent'))
+        AND count(*) FILTER (WHERE r.topic = '*') = 3;
     IF latest IS NOT NULL THEN
         RETURN latest;
     END IF;
-    SELECT max(coalesce(ended.last_at + rule.keep, 'infinity'))
+    SELECT max(CASE
+        WHEN ended.keep = interval '0' AND ended.has_key THEN 'infinity'
+        ELSE coalesce(ended.last_at + ended.keep, 'infinity')
+    END)
     INTO latest
     FROM (
-        SELECT m.state, m.topic, max(m.finished_at) AS last_at
+        SELECT
+            max(m.finished_at) AS last_at,
+            bool_or(m.state = 'sent' AND m.dedupe_key IS NOT NULL) AS has_key,
+            pgoutbox._keep_of(m.topic, m.state) AS keep
         FROM pgoutbox.message_done AS m
         WHERE m.finished_at >= lower_at AND m.finished_at < upper_at
         GROUP BY m.state, m.topic
-    ) AS ended
-    LEFT JOIN LATERAL (
-        SELECT r.keep
-        FROM pgoutbox.retention AS r
-        WHERE r.state = ended.state AND r.topic IN (ended.topic, '*')
-        ORDER BY r.topic = '*'
-        LIMIT 1
-    ) AS rule ON true;
+    ) AS ended;
     RETURN coalesce(latest, '-infinity');
 END
 $function$;

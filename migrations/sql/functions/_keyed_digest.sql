@@ -4,7 +4,6 @@ CREATE FUNCTION pgoutbox._keyed_digest(purpose text, value text)
 RETURNS text
 LANGUAGE plpgsql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     key constant bytea := (SELECT s.key FROM pgoutbox.secret AS s);

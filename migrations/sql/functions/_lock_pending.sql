@@ -5,7 +5,6 @@
 CREATE FUNCTION pgoutbox._lock_pending(ids bigint[])
 RETURNS bigint[]
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     wanted bigint[] := ids;

@@ -20,11 +20,7 @@ SET enable_seqscan = off
 SET jit = off
 AS $function$
 WITH page AS MATERIALIZED (
-    SELECT
-        head.scope,
-        head.key,
-        head.newest_id,
-        CASE WHEN head.scope LIKE '/%' THEN substr(head.scope, 2) END AS queue
+    SELECT head.scope, head.key, head.newest_id
     FROM pgoutbox.key_head AS head
     WHERE (head.scope, head.key) > (after_scope, after_key)
     ORDER BY head.scope, head.key
@@ -33,40 +29,7 @@ WITH page AS MATERIALIZED (
     SELECT p.scope, p.key, p.newest_id
     FROM page AS p
     WHERE (SELECT m.id FROM pgoutbox.message_done AS m WHERE m.id = p.newest_id LIMIT 1) IS NULL
-        AND CASE
-            WHEN p.queue IS NULL THEN
-                (
-                    SELECT m.id
-                    FROM pgoutbox.message_done AS m
-                    WHERE m.topic = p.scope AND m.coalesce_key = p.key AND m.state = 'cancelled'
-                    LIMIT 1
-                ) IS NULL
-                AND (
-                    SELECT m.id
-                    FROM pgoutbox.message_failed AS m
-                    WHERE m.topic = p.scope AND m.coalesce_key = p.key
-                    LIMIT 1
-                ) IS NULL
-            ELSE
-                (
-                    SELECT m.id
-                    FROM pgoutbox.message_done AS m
-                    WHERE m.queue = p.queue AND m.ordering_key = p.key AND m.state = 'cancelled'
-                    LIMIT 1
-                ) IS NULL
-                AND (
-                    SELECT m.id
-                    FROM pgoutbox.message_failed AS m
-                    WHERE m.queue = p.queue AND m.ordering_key = p.key
-                    LIMIT 1
-                ) IS NULL
-                AND (
-                    SELECT m.id
-                    FROM pgoutbox.message_live AS m
-                    WHERE m.queue = p.queue AND m.ordering_key = p.key
-                    LIMIT 1
-                ) IS NULL
-        END
+        AND (SELECT m.id FROM pgoutbox._messages_of_key(p.scope, p.key) AS m(id) LIMIT 1) IS NULL
 ), oldest AS MATERIALIZED (
     SELECT m.id, m.topic, m.coalesce_key
     FROM pgoutbox.message_live AS m

@@ -9,7 +9,6 @@ CREATE FUNCTION pgoutbox._record_act(
 )
 RETURNS void
 LANGUAGE sql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details, stated)
 SELECT

@@ -4,7 +4,6 @@ CREATE FUNCTION pgoutbox._refuse_in_blackout(argument text)
 RETURNS void
 LANGUAGE plpgsql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     blackout constant text := (SELECT b.name FROM pgoutbox.blackout_view AS b WHERE b.is_on ORDER BY b.name LIMIT 1);

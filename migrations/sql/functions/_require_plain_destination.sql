@@ -4,7 +4,6 @@ CREATE FUNCTION pgoutbox._require_plain_destination(in_function text, destinatio
 RETURNS void
 LANGUAGE plpgsql
 STABLE
-SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     IF lower(left(destination, 7)) = 'mailto:' AND destination ~ '[%<>"()[:space:]]' THEN

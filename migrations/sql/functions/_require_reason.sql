@@ -2,7 +2,6 @@
 CREATE FUNCTION pgoutbox._require_reason(in_function text, reason text)
 RETURNS void
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     IF (reason ~ '[^[:space:]]' AND length(reason) <= 1000) IS NOT TRUE THEN

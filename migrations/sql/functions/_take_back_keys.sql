@@ -3,7 +3,6 @@
 CREATE FUNCTION pgoutbox._take_back_keys(chosen pgoutbox.act_result[])
 RETURNS pgoutbox.act_result[]
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     keyed constant bigint[] := ARRAY(

@@ -6,7 +6,6 @@
 CREATE FUNCTION pgoutbox._wake_all_workers(queue text DEFAULT '')
 RETURNS void
 LANGUAGE plpgsql
-SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     IF pg_notification_queue_usage() < 0.9 THEN

@@ -8,31 +8,27 @@ RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+-- A plan for a given owner has no condition on the destination, so an index finds the owner.
+SET plan_cache_mode = force_custom_plan
 AS $function$
 #variable_conflict use_column
-DECLARE
-    found_ids bigint[];
 BEGIN
     IF num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1 THEN
         PERFORM pgoutbox._raise_argument_error(
             'owner: give either an owner or a destination', in_function => 'cancel_all'
         );
     END IF;
-    IF cancel_all.owner IS NOT NULL THEN
-        found_ids := ARRAY(
+    RETURN QUERY
+    SELECT c.id, c.result
+    FROM pgoutbox._cancel_each(
+        ARRAY(
             SELECT m.id
             FROM pgoutbox.message_live AS m
-            WHERE m.owner = cancel_all.owner AND m.topic = coalesce(cancel_all.topic, m.topic)
+            WHERE (m.owner = cancel_all.owner OR m.destination = cancel_all.destination)
+                AND m.topic = coalesce(cancel_all.topic, m.topic)
             ORDER BY m.id
-        );
-    ELSE
-        found_ids := ARRAY(
-            SELECT m.id
-            FROM pgoutbox.message_live AS m
-            WHERE m.destination = cancel_all.destination AND m.topic = coalesce(cancel_all.topic, m.topic)
-            ORDER BY m.id
-        );
-    END IF;
-    RETURN QUERY SELECT c.id, c.result FROM pgoutbox._cancel_each(found_ids, '{pending,sending}') AS c;
+        ),
+        '{pending,sending}'
+    ) AS c;
 END
 $function$;

@@ -2,8 +2,8 @@
 -- on, and the number of these messages.
 --
 -- Workers may rely on what they have read for two seconds. So the messages that it held back fall due after two seconds:
--- a worker that still took it for switched on would hold them back again. Rows that are locked are left out; a second call
--- finds them. Workers whose environment has a redirect hold them back again too.
+-- a worker that still took it for switched on would hold them back again. Workers whose environment has a redirect hold
+-- them back again too.
 CREATE FUNCTION pgoutbox.clear_redirect(at_most bigint DEFAULT 10000)
 RETURNS TABLE (was_on boolean, message_count bigint)
 LANGUAGE plpgsql
@@ -11,8 +11,6 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
-DECLARE
-    woken text[];
 BEGIN
     IF (clear_redirect.at_most >= 1) IS NOT TRUE THEN
         PERFORM pgoutbox._raise_argument_error('at_most: must be at least 1', in_function => 'clear_redirect');
@@ -22,26 +20,9 @@ BEGIN
         RETURNING (r.until_at > clock_timestamp()) IS NOT FALSE AS was_on
     )
     SELECT coalesce(bool_or(c.was_on), false) INTO was_on FROM cleared AS c;
-    WITH held AS MATERIALIZED (
-        SELECT m.id
-        FROM pgoutbox.message_live AS m
-        WHERE m.state = 'pending'
-            AND m.attempt_count > 0
-            AND m.available_at > now() + interval '2 seconds'
-            AND m.attempts #>> '{-1,reason_code}' = 'redirect'
-        LIMIT clear_redirect.at_most
-        FOR UPDATE OF m SKIP LOCKED
-    ), due AS (
-        UPDATE pgoutbox.message_live AS m
-        SET available_at = now() + interval '2 seconds'
-        FROM held AS h
-        WHERE m.id = h.id AND m.state = 'pending'
-        RETURNING m.queue
-    )
-    SELECT count(*), array_agg(DISTINCT d.queue)
-    INTO message_count, woken
-    FROM due AS d;
-    PERFORM pgoutbox._wake_all_workers(w.queue) FROM unnest(woken) AS w(queue);
+    message_count := pgoutbox._make_due(
+        'reason_code', 'redirect', now() + interval '2 seconds', clear_redirect.at_most
+    );
     IF was_on OR message_count > 0 THEN
         PERFORM pgoutbox._record_act('redirect', details => '{"target": "none"}');
     END IF;

@@ -2,8 +2,8 @@
 -- open, and the number of these messages and of those that waited behind it.
 --
 -- Workers read an open breaker again at most once a second. So the messages fall due after a second: a worker that
--- still took the breaker for open would postpone them again. Rows that are locked are left out; a second call finds
--- them. The trigger of the table records the act when it deletes a row.
+-- still took the breaker for open would postpone them again. The trigger of the table records the act when it deletes a
+-- row.
 CREATE FUNCTION pgoutbox.close_breaker(key text, at_most bigint DEFAULT 10000)
 RETURNS TABLE (was_open boolean, message_count bigint)
 LANGUAGE plpgsql
@@ -14,7 +14,6 @@ AS $function$
 DECLARE
     freed text[];
     freed_count bigint;
-    woken text[];
 BEGIN
     DELETE FROM pgoutbox.breaker AS b WHERE b.key = close_breaker.key
     RETURNING b.holds INTO freed;
@@ -27,27 +26,8 @@ BEGIN
         AND m.state = 'pending'
         AND m.available_at <= now() + interval '1 second'
         AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = ANY (freed);
-    WITH postponed AS MATERIALIZED (
-        SELECT m.id
-        FROM pgoutbox.message_live AS m
-        WHERE m.state = 'pending'
-            AND m.attempt_count > 0
-            AND m.available_at > now() + interval '1 second'
-            AND m.attempts #>> '{-1,breaker_key}' = close_breaker.key
-        LIMIT close_breaker.at_most
-        FOR UPDATE OF m SKIP LOCKED
-    ), due AS (
-        UPDATE pgoutbox.message_live AS m
-        SET available_at = now() + interval '1 second'
-        FROM postponed AS p
-        WHERE m.id = p.id AND m.state = 'pending'
-        RETURNING m.queue
-    )
-    SELECT count(*), array_agg(DISTINCT d.queue)
-    INTO message_count, woken
-    FROM due AS d;
-    PERFORM pgoutbox._wake_all_workers(w.queue) FROM unnest(woken) AS w(queue);
-    message_count := message_count + freed_count;
+    message_count := freed_count
+        + pgoutbox._make_due('breaker_key', close_breaker.key, now() + interval '1 second', close_breaker.at_most);
     IF message_count > 0 AND NOT was_open AND pgoutbox._is_act() THEN
         PERFORM pgoutbox._record_act('breaker', details => jsonb_build_object('key', close_breaker.key));
     END IF;

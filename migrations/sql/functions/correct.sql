@@ -39,7 +39,24 @@ BEGIN
     END IF;
     -- The locks are held until the change. Nobody else changes the payload, the content or the keys of these messages.
     chosen := ARRAY(
-        SELECT ROW(c.id, coalesce(c.result, pgoutbox._correction_bar(m, changes)), c.state, c.other_id)::pgoutbox.act_result
+        SELECT ROW(
+            c.id,
+            coalesce(
+                c.result,
+                CASE
+                    -- An encrypted payload is bound to its destination, except that of a fan-out. The message for a
+                    -- hook contains the payload of the failed message.
+                    WHEN (changes ? 'payload' OR (changes ? 'destination' AND m.content_id IS NULL)) AND (
+                        m.payload #> CASE WHEN m.failure_of IS NULL THEN '{}' ELSE '{payload}' END::text[]
+                    ) ? 'pgoutbox.encrypted' IS TRUE THEN 'encrypted'
+                    -- The place of a message in its ordering key belongs to its queue.
+                    WHEN changes ? 'queue' AND m.ordering_key IS NOT NULL AND changes ->> 'queue' <> m.queue
+                        THEN 'ordered'
+                END
+            ),
+            c.state,
+            c.other_id
+        )::pgoutbox.act_result
         FROM unnest(pgoutbox._choose(
             ids,
             ARRAY(SELECT s.state FROM unnest(states) AS s(state) WHERE s.state IN ('pending', 'failed', 'cancelled')),

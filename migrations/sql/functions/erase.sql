@@ -5,19 +5,16 @@
 -- A message of a transaction that has not committed yet is not seen, and not erased.
 CREATE FUNCTION pgoutbox.erase(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)
 RETURNS TABLE (id bigint, result text)
-LANGUAGE plpgsql
+LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-#variable_conflict use_column
-DECLARE
-    found_ids bigint[];
-BEGIN
-    found_ids := ARRAY(
+SELECT e.id, e.result
+FROM pgoutbox._erase(
+    erase.ids || ARRAY(
         SELECT m.id FROM pgoutbox._selected_messages(erase.ids, erase.owner, erase.destination, true) AS m
-    );
-    RETURN QUERY
-    SELECT e.id, e.result
-    FROM pgoutbox._erase(erase.ids || found_ids, erase.owner, erase.destination) AS e;
-END
+    ),
+    erase.owner,
+    erase.destination
+) AS e
 $function$;

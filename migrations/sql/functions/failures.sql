@@ -44,33 +44,26 @@ WITH failed AS MATERIALIZED (
     ORDER BY m.finished_at DESC
     LIMIT failures.newest
 ), stored AS MATERIALIZED (
-    SELECT
-        f.topic,
-        pgoutbox._redacted_text(coalesce(pgoutbox._cause_of(f.last_error), '')) AS cause,
-        count(*) AS messages,
-        count(*) FILTER (WHERE f.finished_at > now() - interval '1 hour') AS last_hour,
-        count(*) FILTER (
-            WHERE f.finished_at <= now() - interval '1 hour' AND f.finished_at > now() - interval '2 hours'
-        ) AS hour_before,
-        count(*) FILTER (WHERE f.is_again) AS failed_again,
-        min(f.finished_at) AS first_at,
-        max(f.finished_at) AS last_at,
-        max(f.id) AS newest_id
-    FROM failed AS f
-    GROUP BY f.topic, coalesce(pgoutbox._cause_of(f.last_error), '')
+    SELECT f.*, coalesce(pgoutbox._cause_of(f.last_error), '') AS cause FROM failed AS f
+), redacted AS MATERIALIZED (
+    SELECT c.cause AS stored, pgoutbox._redacted_text(c.cause) AS cause
+    FROM (SELECT DISTINCT s.cause FROM stored AS s) AS c
 ), m AS (
     SELECT
         s.topic,
-        s.cause,
-        sum(s.messages)::bigint AS messages,
-        sum(s.last_hour)::bigint AS last_hour,
-        sum(s.hour_before)::bigint AS hour_before,
-        sum(s.failed_again)::bigint AS failed_again,
-        min(s.first_at) AS first_at,
-        max(s.last_at) AS last_at,
-        max(s.newest_id) AS newest_id
+        r.cause,
+        count(*) AS messages,
+        count(*) FILTER (WHERE s.finished_at > now() - interval '1 hour') AS last_hour,
+        count(*) FILTER (
+            WHERE s.finished_at <= now() - interval '1 hour' AND s.finished_at > now() - interval '2 hours'
+        ) AS hour_before,
+        count(*) FILTER (WHERE s.is_again) AS failed_again,
+        min(s.finished_at) AS first_at,
+        max(s.finished_at) AS last_at,
+        max(s.id) AS newest_id
     FROM stored AS s
-    GROUP BY s.topic, s.cause
+    JOIN redacted AS r ON r.stored = s.cause
+    GROUP BY s.topic, r.cause
 )
 SELECT
     m.topic,

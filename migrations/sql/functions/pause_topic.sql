@@ -10,11 +10,9 @@ AS $function$
 #variable_conflict use_column
 DECLARE
     problem constant text := CASE
-        WHEN pause_topic.topic IS NULL THEN 'topic: must not be null'
-        WHEN length(pause_topic.topic) > 63 OR pause_topic.topic !~ '^[a-z][a-z0-9_.-]*$'
-            THEN 'topic: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
         WHEN pause_topic.duration NOT BETWEEN interval '1 second' AND interval '10 years'
             THEN 'duration: must be from 1 second to 10 years'
+        ELSE pgoutbox._draft_error(pgoutbox._draft(pause_topic.topic, '1', NULL))
     END;
 BEGIN
     IF problem IS NOT NULL THEN

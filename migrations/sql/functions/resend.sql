@@ -13,53 +13,47 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    found record;
+    newest_id bigint;
+    source pgoutbox.message;
+    copy_id bigint;
 BEGIN
-    WITH source AS MATERIALIZED (
-        SELECT m.id
-        FROM pgoutbox.message AS m
-        WHERE m.id = resend.message_id AND m.state = 'sent'
-        FOR KEY SHARE OF m
-    ), head AS MATERIALIZED (
-        SELECT h.newest_id
-        FROM pgoutbox.message AS m
-        JOIN pgoutbox.key_head AS h ON h.scope = m.topic AND h.key = m.coalesce_key
-        WHERE m.id = resend.message_id
-        FOR UPDATE OF h
-    )
-    SELECT m.state, copy.id AS copy_id, nullif(head.newest_id, m.id) AS newer_id
-    INTO found
+    SELECT h.newest_id
+    INTO newest_id
     FROM pgoutbox.message AS m
-    LEFT JOIN head ON true
-    LEFT JOIN LATERAL (
-        -- All options that are columns of a message, but for those of its time and the dedupe key, which it has itself.
-        SELECT (pgoutbox._enqueue(
-            ARRAY[pgoutbox._draft(
-                m.topic,
-                m.payload,
-                to_jsonb(m) - '{topic,payload,dedupe_key,available_at,expires_at}'::text[]
-                || jsonb_build_object('max_attempts', m.attempt_budget)
-            )],
-            true, content_id => m.content_id, resend_of => m.id, failure_of => m.failure_of
-        ))[1] AS id
-        WHERE m.state = 'sent' AND (m.coalesce_key IS NULL OR head.newest_id = m.id)
-    ) AS copy ON true
+    JOIN pgoutbox.key_head AS h ON h.scope = m.topic AND h.key = m.coalesce_key
     WHERE m.id = resend.message_id
-        AND (m.state <> 'sent' OR EXISTS (SELECT FROM source AS s WHERE s.id = m.id));
-    IF found.copy_id IS NOT NULL THEN
+    FOR UPDATE OF h;
+    SELECT m.*
+    INTO source
+    FROM pgoutbox.message AS m
+    WHERE m.id = resend.message_id AND m.state = 'sent'
+    FOR KEY SHARE;
+    IF NOT FOUND THEN
+        source.state := pgoutbox._state_of(resend.message_id);
+    ELSIF source.coalesce_key IS NULL OR newest_id = source.id THEN
+        -- All options that are columns of a message, but for those of its time and the dedupe key, which it has itself.
+        copy_id := (pgoutbox._enqueue(
+            ARRAY[pgoutbox._draft(
+                source.topic,
+                source.payload,
+                to_jsonb(source) - '{topic,payload,dedupe_key,available_at,expires_at}'::text[]
+                    || jsonb_build_object('max_attempts', source.attempt_budget)
+            )],
+            true, content_id => source.content_id, resend_of => source.id, failure_of => source.failure_of
+        ))[1];
         PERFORM pgoutbox._record_act(
-            'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', found.copy_id)
+            'resend', message_ids => ARRAY[source.id], details => jsonb_build_object('copy', copy_id)
         );
     END IF;
     RETURN QUERY SELECT
         resend.message_id,
         CASE
-            WHEN found.state IS NULL THEN 'missing'
-            WHEN found.state <> 'sent' THEN 'wrong_state'
-            WHEN found.copy_id IS NULL THEN 'superseded'
+            WHEN source.state IS NULL THEN 'missing'
+            WHEN source.id IS NULL THEN 'wrong_state'
+            WHEN copy_id IS NULL THEN 'superseded'
             ELSE 'resent'
         END,
-        found.state,
-        CASE WHEN found.state = 'sent' THEN coalesce(found.copy_id, found.newer_id) END;
+        source.state,
+        CASE WHEN source.id IS NOT NULL THEN coalesce(copy_id, nullif(newest_id, source.id)) END;
 END
 $function$;

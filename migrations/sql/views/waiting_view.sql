@@ -37,6 +37,7 @@ SELECT
         WHEN 'in flight' THEN sibling.id
     END AS waits_for,
     CASE why.reason
+        WHEN 'superseded' THEN NULL
         WHEN 'paused' THEN nullif(
             -- If its queue and its topic are paused, it waits for both. A pause without an end lasts until it is resumed.
             greatest(
@@ -45,13 +46,9 @@ SELECT
             ),
             'infinity'
         )
-        WHEN 'scheduled' THEN m.available_at
-        WHEN 'retry' THEN m.available_at
         WHEN 'breaker' THEN greatest(m.available_at, held.probe_at)
-        WHEN 'unavailable' THEN m.available_at
-        WHEN 'redirect' THEN m.available_at
-        WHEN 'unreadable' THEN m.available_at
         WHEN 'rate' THEN control.next_token_at
+        ELSE CASE WHEN m.available_at > now() THEN m.available_at END
     END AS until
 FROM pgoutbox.message_live AS m
 LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
@@ -90,11 +87,8 @@ CROSS JOIN LATERAL (
         WHEN head.newest_id IS NOT NULL THEN 'superseded'
         WHEN control.is_paused OR pause.topic IS NOT NULL THEN 'paused'
         WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
-        WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
-        WHEN m.available_at > now() AND last_attempt.reason_code = 'redirect' THEN 'redirect'
-        WHEN m.available_at > now() AND last_attempt.reason_code = 'unreadable' THEN 'unreadable'
-        WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
-        WHEN m.available_at > now() THEN 'scheduled'
+        WHEN m.available_at > now()
+            THEN coalesce(last_attempt.reason_code, CASE WHEN m.attempt_count > 0 THEN 'retry' ELSE 'scheduled' END)
         WHEN halt.id IS NOT NULL THEN 'halted'
         WHEN earlier.id IS NOT NULL THEN 'in order'
         WHEN sibling.id IS NOT NULL THEN 'in flight'
