@@ -651,7 +651,7 @@ def test_a_message_that_is_being_redriven_is_left(db: psycopg.Connection, connec
 def test_a_message_that_was_redirected_since_it_was_found_stays(db: psycopg.Connection, *, is_guarded: bool) -> None:
     if not is_guarded:
         ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox._erase'::regproc)").fetchall()
-        guard = "pgoutbox._belongs_to(m, _erase.owner, destinations)"
+        guard = "pgoutbox._belongs_to(m, _erase.owner, _erase.destination)"
         assert definition.count(guard) == 3
         db.execute(definition.replace(guard, "pgoutbox._belongs_to(m, _erase.owner, NULL)").encode())
     message_id, flying = put(db, State.FAILED, destination=BOB), put(db, State.SENDING, destination=BOB)

@@ -279,7 +279,7 @@ class TestDrop:
         assert (totals.total, totals.partitions_dropped) == (2, 0)
         assert [row.id for row in rows_of(operator)] == [kept]
         assert table_of(operator, kept) == name
-        mutate(operator, "_drop_partition", "IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN",
+        mutate(operator, "_drop_partition", "IF pgoutbox._kept_until(part.lower_at, part.upper_at) > now() THEN",
                "IF false THEN")  # fmt: skip
         operator.execute(DROP, [name])
         assert rows_of(operator) == []

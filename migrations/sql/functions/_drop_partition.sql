@@ -8,16 +8,12 @@
 CREATE FUNCTION pgoutbox._drop_partition(partition_name text)
 RETURNS text
 LANGUAGE plpgsql
-VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
-SET timezone = 'UTC'
-SET datestyle = 'ISO, YMD'
 SET lock_timeout = '100ms'
 AS $function$
 DECLARE
-    found_lower_at timestamptz;
-    found_upper_at timestamptz;
+    part record;
 BEGIN
     IF NOT pgoutbox._reads_committed() THEN
         RAISE EXCEPTION 'pgoutbox: the isolation level of the transaction does not allow to drop a partition' USING
@@ -29,18 +25,18 @@ BEGIN
     EXCEPTION WHEN lock_not_available THEN
         RETURN 'busy';
     END;
-    SELECT p.lower_at, p.upper_at
-    INTO found_lower_at, found_upper_at
+    SELECT p.*
+    INTO part
     FROM pgoutbox.partitions() AS p
     WHERE p.name = partition_name AND p.name ~ '^message_done_[0-9]{8}$';
     IF NOT FOUND THEN
         RETURN 'missing';
-    ELSIF found_upper_at > now() THEN
+    ELSIF part.upper_at > now() THEN
         RETURN 'kept';
     END IF;
     LOCK TABLE pgoutbox.retention IN SHARE MODE;
     EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) || ' IN SHARE ROW EXCLUSIVE MODE';
-    IF pgoutbox._kept_until(found_lower_at, found_upper_at) > now() THEN
+    IF pgoutbox._kept_until(part.lower_at, part.upper_at) > now() THEN
         RETURN 'kept';
     END IF;
     EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(partition_name);

@@ -16,8 +16,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
-    destinations constant text[] := pgoutbox._destinations_of(_erase.destination);
-    by_ids constant boolean := num_nonnulls(_erase.owner, destinations) = 0;
+    by_ids constant boolean := num_nonnulls(_erase.owner, _erase.destination) = 0;
     selection constant jsonb := jsonb_build_object(
         'by', CASE WHEN by_ids THEN 'ids' WHEN _erase.owner IS NOT NULL THEN 'owner' ELSE 'destination' END
     );
@@ -73,7 +72,7 @@ BEGIN
         WHERE m.id = ANY (ids)
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
             AND (m.state <> 'pending' OR m.id IN (SELECT p.id FROM unnest(pending_ids) AS p(id)))
-            AND pgoutbox._belongs_to(m, _erase.owner, destinations)
+            AND pgoutbox._belongs_to(m, _erase.owner, _erase.destination)
             AND NOT EXISTS (
                 SELECT
                 FROM pgoutbox.key_head AS h
@@ -141,10 +140,11 @@ BEGIN
     -- Messages that waited behind these may follow now.
     PERFORM pgoutbox._wake_all_workers(f.queue) FROM unnest(freed_queues) AS f(queue);
 
+    texts := texts || ARRAY[_erase.destination, 'mailto:' || _erase.destination];
     texts := ARRAY(
-        SELECT d.uri FROM unnest(texts || destinations) AS d(uri)
+        SELECT d.uri FROM unnest(texts) AS d(uri)
         UNION
-        SELECT substring(d.uri FROM '^[a-z][a-z0-9+.-]*:([^/].*)$') FROM unnest(texts || destinations) AS d(uri)
+        SELECT substring(d.uri FROM '^[a-z][a-z0-9+.-]*:([^/].*)$') FROM unnest(texts) AS d(uri)
         UNION
         SELECT _erase.owner
     );
@@ -166,7 +166,9 @@ BEGIN
             ARRAY(
                 SELECT m.id
                 FROM pgoutbox.message AS m
-                WHERE m.id = ANY (ids) AND m.state = 'sending' AND pgoutbox._belongs_to(m, _erase.owner, destinations)
+                WHERE m.id = ANY (ids)
+                    AND m.state = 'sending'
+                    AND pgoutbox._belongs_to(m, _erase.owner, _erase.destination)
             ),
             '{sending}'
         ) AS c
@@ -181,7 +183,9 @@ BEGIN
             ELSE coalesce(
                 (
                     -- A message that is left may also have just ended its attempt: another call erases it.
-                    SELECT CASE WHEN pgoutbox._belongs_to(m, _erase.owner, destinations) THEN 'locked' ELSE 'changed' END
+                    SELECT CASE
+                        WHEN pgoutbox._belongs_to(m, _erase.owner, _erase.destination) THEN 'locked' ELSE 'changed'
+                    END
                     FROM pgoutbox.message AS m
                     WHERE m.id = a.id
                 ),

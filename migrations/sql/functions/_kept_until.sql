@@ -5,11 +5,9 @@
 CREATE FUNCTION pgoutbox._kept_until(lower_at timestamptz, upper_at timestamptz)
 RETURNS timestamptz
 LANGUAGE plpgsql
-VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET timezone = 'UTC'
-SET datestyle = 'ISO, YMD'
 AS $function$
 DECLARE
     latest timestamptz;

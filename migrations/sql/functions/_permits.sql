@@ -7,7 +7,6 @@
 CREATE FUNCTION pgoutbox._permits(p_queue text, wanted bigint, knows_rate boolean)
 RETURNS bigint
 LANGUAGE plpgsql
-VOLATILE
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE

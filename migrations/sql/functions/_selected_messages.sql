@@ -16,10 +16,8 @@ SET search_path = pg_catalog, pg_temp
 SET plan_cache_mode = force_custom_plan
 AS $function$
 #variable_conflict use_column
-DECLARE
-    destinations constant text[] := pgoutbox._destinations_of(_selected_messages.destination);
 BEGIN
-    IF num_nonnulls(ids, _selected_messages.owner, destinations) <> 1 THEN
+    IF num_nonnulls(ids, _selected_messages.owner, _selected_messages.destination) <> 1 THEN
         RAISE EXCEPTION USING
             ERRCODE = '22023', SCHEMA = 'pgoutbox', COLUMN = 'owner',
             MESSAGE = 'pgoutbox: owner: give exactly one of ids, owner and destination';
@@ -28,6 +26,6 @@ BEGIN
     SELECT m.id, m.state, pgoutbox._redacted_text(m.destination)
     FROM pgoutbox.message AS m
     WHERE (ids IS NULL OR m.id = ANY (ids) OR with_failures AND m.failure_of = ANY (ids))
-        AND pgoutbox._belongs_to(m, _selected_messages.owner, destinations);
+        AND pgoutbox._belongs_to(m, _selected_messages.owner, _selected_messages.destination);
 END
 $function$;

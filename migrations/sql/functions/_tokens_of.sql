@@ -4,7 +4,6 @@
 -- burst, and a slower one would never reach it.
 CREATE FUNCTION pgoutbox._tokens_of(limited pgoutbox.queue, OUT tokens double precision, OUT next_at timestamptz)
 LANGUAGE plpgsql
-VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$

@@ -8,7 +8,6 @@
 CREATE FUNCTION pgoutbox.make_partition(largest_default bigint DEFAULT 134217728)
 RETURNS text
 LANGUAGE plpgsql
-VOLATILE
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 SET timezone = 'UTC'

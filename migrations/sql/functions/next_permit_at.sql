@@ -4,7 +4,6 @@
 CREATE FUNCTION pgoutbox.next_permit_at(p_queue text)
 RETURNS timestamptz
 LANGUAGE plpgsql
-VOLATILE
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE

@@ -26,8 +26,5 @@ WHERE m.queue = ANY (%(queues)s::text[])
             )
     )
     AND NOT EXISTS (
-        -- A pause without an end, null, is also a pause. A pause that has passed its end is not.
-        SELECT
-        FROM pgoutbox.queue AS q
-        WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+        SELECT FROM pgoutbox.queue_view AS q WHERE q.name = m.queue AND q.is_paused
     )
