@@ -1,4 +1,4 @@
--- Raise 22004 or 22023 with the name of the argument as column.
+-- Raise 22004 or 22023 with the name of the argument as column, if there is a problem.
 CREATE FUNCTION pgoutbox._raise_argument_error(
     problem text, place text DEFAULT NULL, item_index bigint DEFAULT NULL, in_function text DEFAULT 'enqueue'
 )
@@ -6,6 +6,9 @@ RETURNS void
 LANGUAGE plpgsql
 AS $function$
 BEGIN
+    IF problem IS NULL THEN
+        RETURN;
+    END IF;
     RAISE EXCEPTION USING
         ERRCODE = CASE WHEN problem ~ '^[a-z_]+: must not be null' THEN '22004' ELSE '22023' END,
         SCHEMA = 'pgoutbox',

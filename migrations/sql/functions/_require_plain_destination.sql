@@ -6,12 +6,11 @@ LANGUAGE plpgsql
 STABLE
 AS $function$
 BEGIN
-    IF lower(left(destination, 7)) = 'mailto:' AND destination ~ '[%<>"()[:space:]]' THEN
-        PERFORM pgoutbox._raise_argument_error(
-            'destination: must be a plain address, such as mailto:ada@example.org, without a name and escapes',
-            in_function => in_function
-        );
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(
+        'destination: must be a plain address, such as mailto:ada@example.org, without a name and escapes',
+        in_function => in_function
+    )
+    WHERE lower(left(destination, 7)) = 'mailto:' AND destination ~ '[%<>"()[:space:]]';
     PERFORM pgoutbox._refuse_in_blackout(in_function || ': destination');
 END
 $function$;

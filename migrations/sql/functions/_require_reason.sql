@@ -4,8 +4,7 @@ RETURNS void
 LANGUAGE plpgsql
 AS $function$
 BEGIN
-    IF (reason ~ '[^[:space:]]' AND length(reason) <= 1000) IS NOT TRUE THEN
-        PERFORM pgoutbox._raise_argument_error('reason: must have 1 to 1000 characters', in_function => in_function);
-    END IF;
+    PERFORM pgoutbox._raise_argument_error('reason: must have 1 to 1000 characters', in_function => in_function)
+    WHERE (reason ~ '[^[:space:]]' AND length(reason) <= 1000) IS NOT TRUE;
 END
 $function$;

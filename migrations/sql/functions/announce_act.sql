@@ -29,9 +29,7 @@ DECLARE
         'stated', announce_act.stated
     );
 BEGIN
-    IF wrong IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(wrong, in_function => 'announce_act');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(wrong, in_function => 'announce_act');
     PERFORM set_config(
         'pgoutbox.act', pgoutbox._keyed_digest('act', pg_current_xact_id()::text || act) || act, true
     );

@@ -13,11 +13,8 @@ SET plan_cache_mode = force_custom_plan
 AS $function$
 #variable_conflict use_column
 BEGIN
-    IF num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1 THEN
-        PERFORM pgoutbox._raise_argument_error(
-            'owner: give either an owner or a destination', in_function => 'cancel_all'
-        );
-    END IF;
+    PERFORM pgoutbox._raise_argument_error('owner: give either an owner or a destination', in_function => 'cancel_all')
+    WHERE num_nonnulls(cancel_all.owner, cancel_all.destination) <> 1;
     RETURN QUERY
     SELECT c.id, c.result
     FROM pgoutbox._cancel_each(

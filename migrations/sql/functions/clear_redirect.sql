@@ -12,9 +12,8 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 BEGIN
-    IF (clear_redirect.at_most >= 1) IS NOT TRUE THEN
-        PERFORM pgoutbox._raise_argument_error('at_most: must be at least 1', in_function => 'clear_redirect');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error('at_most: must be at least 1', in_function => 'clear_redirect')
+    WHERE (clear_redirect.at_most >= 1) IS NOT TRUE;
     WITH cleared AS (
         DELETE FROM pgoutbox.redirect AS r
         RETURNING (r.until_at > clock_timestamp()) IS NOT FALSE AS was_on

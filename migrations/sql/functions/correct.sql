@@ -26,9 +26,7 @@ DECLARE
     corrected bigint[];
     destinations jsonb;
 BEGIN
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'correct');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(problem, in_function => 'correct');
     IF is_content AND NOT has_table_privilege(caller, 'pgoutbox.message', 'SELECT') THEN
         RAISE insufficient_privilege USING
             MESSAGE = 'pgoutbox.correct: payload and headers: only a role that may read them may change them',

@@ -38,9 +38,7 @@ DECLARE
     chosen pgoutbox.act_result[];
     edited bigint[];
 BEGIN
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'edit');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(problem, in_function => 'edit');
     -- The lock is held until the change. A claim that has read the old row finds another row in its place.
     chosen := pgoutbox._choose(
         ARRAY(

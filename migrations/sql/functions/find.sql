@@ -45,9 +45,7 @@ DECLARE
         WHEN find.max_count IS NULL OR find.max_count NOT BETWEEN 1 AND 1000 THEN 'max_count: must be from 1 to 1000'
     END;
 BEGIN
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'find');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(problem, in_function => 'find');
     RETURN QUERY
     SELECT
         m.id,

@@ -15,9 +15,7 @@ DECLARE
         ELSE pgoutbox._draft_error(pgoutbox._draft(pause_topic.topic, '1', NULL))
     END;
 BEGIN
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'pause_topic');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(problem, in_function => 'pause_topic');
     RETURN QUERY
     INSERT INTO pgoutbox.topic_pause AS p (topic, paused_at, resume_at)
     VALUES (pause_topic.topic, now(), now() + pause_topic.duration)

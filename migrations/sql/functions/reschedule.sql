@@ -12,11 +12,10 @@ DECLARE
     chosen pgoutbox.act_result[];
     rescheduled bigint[];
 BEGIN
-    IF NOT isfinite(reschedule.available_at) OR reschedule.available_at > now() + interval '10 years' THEN
-        PERFORM pgoutbox._raise_argument_error(
-            'available_at: must be finite and not more than 10 years ahead', in_function => 'reschedule'
-        );
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(
+        'available_at: must be finite and not more than 10 years ahead', in_function => 'reschedule'
+    )
+    WHERE NOT isfinite(reschedule.available_at) OR reschedule.available_at > now() + interval '10 years';
     chosen := pgoutbox._choose(ids, '{pending}', only_newest => true, due_at => due_at);
     WITH written AS (
         UPDATE pgoutbox.message_live AS m

@@ -46,9 +46,7 @@ BEGIN
             )
         LIMIT 1;
     END IF;
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox._raise_argument_error(problem, in_function => 'set_redirect');
-    END IF;
+    PERFORM pgoutbox._raise_argument_error(problem, in_function => 'set_redirect');
     PERFORM pgoutbox._refuse_in_blackout('set_redirect: target');
     RETURN QUERY
     INSERT INTO pgoutbox.redirect AS r (target, set_by, set_at, until_at, topics, exempt_topics)

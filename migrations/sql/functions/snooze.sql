@@ -15,11 +15,8 @@ DECLARE
     snoozed bigint[];
 BEGIN
     PERFORM pgoutbox._require_reason('snooze', reason);
-    IF (seconds BETWEEN 1 AND 315360000) IS NOT TRUE THEN
-        PERFORM pgoutbox._raise_argument_error(
-            'duration: must be from 1 second to 3650 days', in_function => 'snooze'
-        );
-    END IF;
+    PERFORM pgoutbox._raise_argument_error('duration: must be from 1 second to 3650 days', in_function => 'snooze')
+    WHERE (seconds BETWEEN 1 AND 315360000) IS NOT TRUE;
     due_at := clock_timestamp() + make_interval(secs => seconds); -- The transaction may be old.
     chosen := pgoutbox._choose(ids, '{pending}', attempt_counts, only_newest => true, due_at => due_at);
     WITH written AS (

@@ -66,18 +66,8 @@ WITH holds AS MATERIALIZED (
     ) AS found
 )
 SELECT
-    c.queue,
-    c.messages,
-    c.is_capped,
+    c.*,
     extract(epoch FROM now() - c.oldest_at)::float8 AS oldest_seconds,
-    c.topics,
-    c.halted,
-    c.halted_by,
-    c.free,
-    c.breaker,
-    c.held,
-    c.paused_topics,
-    c.paused,
     b.last_error,
     extract(epoch FROM now() - b.opened_at)::float8 AS open_seconds,
     q.is_paused,

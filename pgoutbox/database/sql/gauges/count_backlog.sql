@@ -22,22 +22,17 @@ WITH counted AS MATERIALIZED (
     SELECT c.queue, row_number() OVER (ORDER BY sum(c.total) DESC, c.queue) AS place
     FROM counted AS c
     GROUP BY c.queue
-), labelled AS (
-    SELECT
-        CASE WHEN t.place <= %(max_label_values)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
-        CASE WHEN q.place <= %(max_label_values)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
-        c.due,
-        c.scheduled,
-        c.sending,
-        c.failed
-    FROM counted AS c
-    JOIN ranked_topic AS t ON t.topic = c.topic
-    JOIN ranked_queue AS q ON q.queue = c.queue
 )
-SELECT l.topic, l.queue, s.state, sum(s.messages)::bigint AS messages
-FROM labelled AS l
+SELECT
+    CASE WHEN t.place <= %(max_label_values)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
+    CASE WHEN q.place <= %(max_label_values)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
+    s.state,
+    sum(s.messages)::bigint AS messages
+FROM counted AS c
+JOIN ranked_topic AS t ON t.topic = c.topic
+JOIN ranked_queue AS q ON q.queue = c.queue
 CROSS JOIN LATERAL (
-    VALUES ('due', l.due), ('scheduled', l.scheduled), ('sending', l.sending), ('failed', l.failed)
+    VALUES ('due', c.due), ('scheduled', c.scheduled), ('sending', c.sending), ('failed', c.failed)
 ) AS s(state, messages)
-GROUP BY l.topic, l.queue, s.state
-ORDER BY l.topic, l.queue, s.state
+GROUP BY 1, 2, 3
+ORDER BY 1, 2, 3
