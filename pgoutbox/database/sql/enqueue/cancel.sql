@@ -1,5 +1,5 @@
 -- Cancel a message by its id, or by its topic and key, in the caller's transaction. Parameters that are not used are
--- null. All names are qualified, see enqueue.sql.
+-- null.
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (SELECT %s::pg_catalog.int8 AS id) AS target
 WHERE target.id IS NOT NULL

@@ -1,5 +1,4 @@
--- Cancel all messages of an owner or to a destination in the caller's transaction. All names are qualified, see
--- enqueue.sql.
+-- Cancel all messages of an owner or to a destination in the caller's transaction.
 SELECT r.id, r.result
 FROM pgoutbox.cancel_all(
     owner => %s::pg_catalog.text,

@@ -1,4 +1,4 @@
--- Change a pending message of an owner in the caller's transaction. All names are qualified, see enqueue.sql.
+-- Change a pending message of an owner in the caller's transaction.
 SELECT pgoutbox.edit(
     message_id => %s::pg_catalog.int8,
     owner => %s::pg_catalog.text,

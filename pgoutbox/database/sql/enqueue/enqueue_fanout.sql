@@ -1,5 +1,4 @@
--- Enqueue one message for each destination in the caller's transaction, with one shared content. All names are
--- qualified, see enqueue.sql.
+-- Enqueue one message for each destination in the caller's transaction, with one shared content.
 SELECT r.item_index, r.id
 FROM pgoutbox.enqueue_fanout(
     message => %s::pg_catalog.text::pg_catalog.jsonb,

@@ -1,6 +1,5 @@
--- Enqueue a JSON array of messages in the caller's transaction. One row of two texts: the ids in the order of the items,
--- and the positions of the duplicates, each with the state of the message that was found. All names are qualified, see
--- enqueue.sql.
+-- Enqueue a JSON array of messages in the caller's transaction. One row of two texts: the ids in the order of the
+-- items, and the positions of the duplicates, each with the state of the message that was found.
 SELECT
     pg_catalog.string_agg(r.id::pg_catalog.text, ',' ORDER BY r.item_index),
     pg_catalog.string_agg(

@@ -1,5 +1,5 @@
 -- The messages of an owner, newest first, each as JSON text: a connection may have the application's own codecs for
--- times. All names are qualified, see enqueue.sql.
+-- times.
 SELECT pg_catalog.to_jsonb(f)::pg_catalog.text
 FROM
     \ir _find.sql

@@ -1,5 +1,4 @@
--- Make a pending message due at a time, or at once, in the caller's transaction. All names are qualified, see
--- enqueue.sql.
+-- Make a pending message due at a time, or at once, in the caller's transaction.
 SELECT r.result
 FROM pgoutbox.reschedule(
     ids => ARRAY[%s::pg_catalog.int8],
