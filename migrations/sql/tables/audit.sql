@@ -1,6 +1,6 @@
 -- Manual changes by operators: a row for each batch of an act.
 CREATE TABLE pgoutbox.audit (
-    id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY, -- Grows with every row.
+    id            bigint      PRIMARY KEY GENERATED ALWAYS AS IDENTITY, -- Grows with every row.
     acted_at      timestamptz NOT NULL DEFAULT clock_timestamp(), -- Time of the change.
     act_id        uuid        NOT NULL, -- The same for all batches of one act, which have one db_role and one actor.
     -- Number of messages that the batch changed; null for an act on a queue, a topic, a rule or the audit.
@@ -17,7 +17,6 @@ CREATE TABLE pgoutbox.audit (
     message_ids   bigint[], -- The changed messages; null for a prune, and for an erasure that changed only the audit.
     details       jsonb, -- Parameters of the act, as the database found them: the limit or the rule.
     stated        jsonb, -- Further parameters, as db_role states them: the filter of a bulk act.
-    CONSTRAINT audit_pkey PRIMARY KEY (id),
     CONSTRAINT audit_sound CHECK (
         action ~ '^[a-z]{1,20}$'
         AND length(actor) BETWEEN 1 AND 200

@@ -3,7 +3,7 @@
 -- The fence of a probe is its id: closing and reopening a breaker check it.
 CREATE TABLE pgoutbox.breaker (
     -- The name that the transport gives to the dead transport or destination.
-    key              text COLLATE "C" NOT NULL,
+    key              text COLLATE "C" PRIMARY KEY,
     -- When the breaker opened. Since then only probes are sent.
     opened_at        timestamptz      NOT NULL DEFAULT now(),
     retry_at         timestamptz      NOT NULL, -- When one message may be sent as a probe.
@@ -14,6 +14,5 @@ CREATE TABLE pgoutbox.breaker (
     last_error       text             NOT NULL, -- Error message, cut at 4000 characters.
     -- Messages that wait behind it unclaimed: each a queue, a topic, and the scheme or web host of their destinations.
     holds            text[]           NOT NULL DEFAULT '{}',
-    CONSTRAINT breaker_pkey PRIMARY KEY (key),
     CONSTRAINT breaker_sound CHECK (cooldown_seconds > 0 AND (probe_id IS NULL) = (probe_until IS NULL))
 );

@@ -4,8 +4,7 @@
 -- writes the row.
 CREATE TABLE pgoutbox.id_floor (
     newest_id bigint  NOT NULL DEFAULT 0, -- The last id that was drawn before the last turn of maintenance.
-    is_single boolean NOT NULL DEFAULT true, -- Always true: limits the table to one row.
-    CONSTRAINT id_floor_pkey PRIMARY KEY (is_single),
+    is_single boolean PRIMARY KEY DEFAULT true, -- Always true: limits the table to one row.
     CONSTRAINT id_floor_single CHECK (is_single)
 ) WITH (fillfactor = 50);
 

@@ -1,6 +1,6 @@
 -- Settings of a queue. A queue without a row has no limits.
 CREATE TABLE pgoutbox.queue (
-    name            text COLLATE "C" NOT NULL, -- The name in the column queue of messages.
+    name            text COLLATE "C" PRIMARY KEY, -- The name in the column queue of messages.
     paused_at       timestamptz, -- Start of the pause; null: the queue is not paused.
     resume_at       timestamptz, -- Automatic end of the pause; null: an operator must resume the queue.
     tokens_at       timestamptz, -- Time at which tokens was computed.
@@ -19,7 +19,6 @@ CREATE TABLE pgoutbox.queue (
     ceiling_seconds double precision, -- Length of the period of ceiling_count.
     -- Tokens that are added to the bucket.
     tokens_per_second double precision GENERATED ALWAYS AS (rate_count / nullif(rate_seconds, 0)) STORED,
-    CONSTRAINT queue_pkey PRIMARY KEY (name),
     CONSTRAINT queue_sound CHECK (
         length(name) <= 63
         AND name ~ '^[a-z][a-z0-9_.-]*$'

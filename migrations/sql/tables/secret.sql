@@ -2,10 +2,9 @@
 --
 -- A copy of the database has the same key, so its digests can still be compared.
 CREATE TABLE pgoutbox.secret (
-    is_only boolean NOT NULL DEFAULT true, -- Always true, so that there is one row at most.
+    is_only boolean PRIMARY KEY DEFAULT true, -- Always true, so that there is one row at most.
     -- Random. With a new key, nobody can compare the digests that the audit already has.
     key     bytea   NOT NULL DEFAULT uuid_send(gen_random_uuid()) || uuid_send(gen_random_uuid()),
-    CONSTRAINT secret_pkey PRIMARY KEY (is_only),
     CONSTRAINT secret_sound CHECK (is_only AND octet_length(key) >= 32)
 );
 

@@ -4,8 +4,7 @@
 CREATE TABLE pgoutbox.topic_pause (
     paused_at timestamptz NOT NULL DEFAULT now(), -- Start of the pause.
     resume_at timestamptz, -- Automatic end of the pause; null: an operator must resume the topic.
-    topic     text COLLATE "C" NOT NULL, -- The topic whose messages no worker claims, in any queue.
-    CONSTRAINT topic_pause_pkey PRIMARY KEY (topic),
+    topic     text COLLATE "C" PRIMARY KEY, -- The topic whose messages no worker claims, in any queue.
     CONSTRAINT topic_pause_sound CHECK (
         length(topic) <= 63
         AND topic ~ '^[a-z][a-z0-9_.-]*$'

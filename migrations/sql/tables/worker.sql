@@ -5,7 +5,7 @@
 -- runs all the time. Its runs leave their rows, one for each line of the crontab. They tell which queues have a worker, and
 -- the last one has the failures with which the next run continues.
 CREATE TABLE pgoutbox.worker (
-    name                 text COLLATE "C" NOT NULL, -- The name of the worker, as in `message.worker`.
+    name                 text COLLATE "C" PRIMARY KEY, -- The name of the worker, as in `message.worker`.
     queues               text[]           NOT NULL, -- The queues that it serves.
     topics               text[]           NOT NULL, -- The topics that it has a handler for.
     redirect_to          text, -- Its PGOUTBOX_REDIRECT_TO, which the database cannot know otherwise.
@@ -19,6 +19,5 @@ CREATE TABLE pgoutbox.worker (
     run_interval_seconds double precision,
     -- Failures in a row of each transport, by circuit breaker, and digests of recipients with doubtful ones. The next
     -- run continues.
-    failures             jsonb            NOT NULL DEFAULT '{}',
-    CONSTRAINT worker_pkey PRIMARY KEY (name)
+    failures             jsonb            NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 50);
