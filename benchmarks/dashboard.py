@@ -223,7 +223,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "LIST_BREAKERS": {**EACH_QUEUE, "limit": 100},
         "WAITING_TOPICS": {**EACH_QUEUE, "names": names, "topics": 10_000},
         "COUNT_BY_TOPIC": {"cap": CAP},
-        "RATES_BY_TOPIC": {"topics": ["mail.welcome"], "seconds": 300, "cap": 50_000},
+        "ENDED_RATES": {"by": "topic", "names": ["mail.welcome"], "seconds": 300, "cap": 50_000},
         "ESTIMATE_DONE": {},
         "NEWEST_ID": {},
         "PULSE": {},

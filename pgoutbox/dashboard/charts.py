@@ -1,9 +1,9 @@
-"""Charts by time, as shapes that a template renders as SVG without a script."""
+"""Charts by time. Templates draw them as SVG, in slots of time and in units of their values, without a script."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -12,158 +12,151 @@ from pgoutbox.dashboard.rendering import format_seconds
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.history import Latencies, Range
-    from pgoutbox.dashboard.reads import FailedMinute, WorkerRow
+    from pgoutbox.dashboard.reads import Row
     from pgoutbox.message import State
 
-LINE_SIZE: Final = (120, 24)
-WIDE_WIDTH: Final = 720
-WIDE_HEIGHT: Final = 120
 _LABELS: Final = 4
-# A single failure beside thousands of sent messages must not disappear.
-_LEAST_HEIGHT: Final = 2.0
 
 
-class Bar(NamedTuple):
-    """A rectangle on the ground line, with a text for the mouse."""
+class Value(NamedTuple):
+    """A value at a slot, with a text for the mouse. The start or the end of a worker has no value."""
 
-    x: str
-    y: str
-    width: str
-    height: str
+    x: float
+    y: float
     title: str = ""
 
 
-class Line(NamedTuple):
-    """A small line, with a text label for screen readers."""
+class Chart(NamedTuple):
+    """Bars or a line, with a text label for screen readers.
 
-    label: str
-    points: str
-
-
-class WideChart(NamedTuple):
-    """A chart with axes: the greatest value, and the times below. `since` is the first counted time, None if all are
-    counted.
-
-    `areas` give the values of a line under the pointer, `marks` the starts and ends of workers. `total` is the sum of
-    bars, or the last value of a line.
+    A small line has no axes: the text of the highest value, and the times below. `since` is the first counted time,
+    None if all are counted. `total` is the sum of bars, or the last value of a line.
     """
 
     label: str
-    highest: str
-    times: Sequence[datetime]
-    since: datetime | None
-    bars: Sequence[Bar] = ()
-    points: str = ""
-    areas: Sequence[Bar] = ()
-    marks: Sequence[Bar] = ()
-    total: int = 0
+    width: float
+    values: Sequence[Value]
+    top: str = ""
+    times: Sequence[datetime] = ()
+    since: datetime | None = None
+    total: float = 0
+
+    @property
+    def height(self) -> float:
+        """The highest value, or 1 for an empty chart."""
+        return _highest(self.values) or 1
+
+    @property
+    def points(self) -> str:
+        """The corners of a line."""
+        return " ".join(f"{value.x:.4g},{self.height - value.y:.4g}" for value in self.values)
 
 
-class TopicFailures(NamedTuple):
-    """The number of recent failures of a topic, and their line of the last hour."""
-
-    topic: str
-    messages: int
-    line: Line
-
-
-def messages_by_time(
-    asked: Range, now: datetime, counts: Mapping[datetime, int], state: State, marks: Sequence[Bar] = ()
-) -> WideChart:
-    """Draw the numbers of messages by time, on a scale of their own."""
+def messages_by_time(asked: Range, now: datetime, counts: Mapping[datetime, int], state: State) -> Chart:
+    """Draw the numbers of messages by time as bars."""
     slots = asked.slots(now)
-    highest = max((counts.get(at, 0) for at in slots), default=0)
-    room = WIDE_WIDTH / len(slots)
-    drawn = [
-        _bar(room * (number + 0.1), room * 0.8, counts[at], highest, f"{_utc(at)}: {counts[at]:,} {state}")
+    values = [
+        Value(number, counts[at], f"{_utc(at)}: {counts[at]:,} {state}")
         for number, at in enumerate(slots)
         if counts.get(at)
     ]
-    total = sum(counts.get(at, 0) for at in slots)
-    label = f"{total:,} {state} in {asked.name}, at most {highest:,} in {_length(asked.width)}"
-    since = next((at for at in slots if at in counts), now)
-    return WideChart(
-        label,
-        f"{highest:,}",
-        _times(slots),
-        None if since == slots[0] else since,
-        drawn,
-        marks=marks,
-        total=total,
-    )
+    total, top = sum(value.y for value in values), f"{_highest(values):,}"
+    label = f"{total:,} {state} in {asked.name}, at most {top} in {_length(asked.width)}"
+    return Chart(label, len(slots), values, top, _times(slots), _since(slots, counts, now), total)
 
 
-def latency(
-    asked: Range, now: datetime, sent: Mapping[datetime, Latencies], share: float, marks: Sequence[Bar] = ()
-) -> WideChart:
-    """Draw a percentile of the latency by time."""
+def latency(asked: Range, now: datetime, sent: Mapping[datetime, Latencies], share: float) -> Chart:
+    """Draw a percentile of the latency by time as a line."""
     slots = asked.slots(now)
-    room = WIDE_WIDTH / len(slots)
-    found = {at: percentiles([sent[at]], [share])[0] for at in slots if at in sent}
-    known = {at: seconds for at, seconds in found.items() if seconds is not None}
-    highest = max(known.values(), default=0.0)
-    points, areas = [], []
-    for number, at in enumerate(slots):
-        if at in known:
-            points.append(f"{room * (number + 0.5):.1f},{WIDE_HEIGHT - (WIDE_HEIGHT - 2) * known[at] / highest:.1f}")
-            areas.append(_area(room * number, room, f"{_utc(at)}: {format_seconds(known[at])}"))
-    label = (
-        f"percentile {share * 100:g} of the latency, at most {format_seconds(highest)} in {_length(asked.width)}"
-        if known
-        else "no messages sent"
-    )
-    return WideChart(label, format_seconds(highest), _times(slots), None, (), " ".join(points), areas, marks)
+    found = {number: percentiles([sent[at]], [share])[0] for number, at in enumerate(slots) if at in sent}
+    values = [
+        Value(number + 0.5, seconds, f"{_utc(slots[number])}: {format_seconds(seconds)}")
+        for number, seconds in found.items()
+        if seconds is not None
+    ]
+    top = format_seconds(_highest(values))
+    label = f"percentile {share * 100:g} of the latency, at most {top} in {_length(asked.width)}"
+    return Chart(label if values else "no messages sent", len(slots), values, top, _times(slots))
 
 
-def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> WideChart:
-    """Draw the depth of a queue by time. The line begins at the first time that is counted."""
+def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> Chart:
+    """Draw the depth of a queue by time as a line, up to now. It begins at the first time that is counted."""
     slots = asked.slots(now)
-    highest = max(known.values(), default=0)
-    span = (now - slots[0]).total_seconds()
-    room = WIDE_WIDTH / len(slots)
-    xs = {at: WIDE_WIDTH * (at - slots[0]).total_seconds() / span for at in known}
-    points = " ".join(f"{xs[at]:.1f},{_y(count, highest):.1f}" for at, count in sorted(known.items()))
-    areas = [
-        _area(max(0.0, xs[at] - room / 2), room, f"{_utc(at)}: {count:,} messages")
+    values = [
+        Value((at - slots[0]) / asked.width, count, f"{_utc(at)}: {count:,} messages")
         for at, count in sorted(known.items())
     ]
-    label = f"{known[now]:,} messages now, at most {highest:,} in {asked.name}"
-    since = min(known)
-    return WideChart(
-        label,
-        f"{highest:,}",
-        _times(slots),
-        None if since == slots[0] else since,
-        points=points,
-        areas=areas,
-        total=known[now],
-    )
+    top = f"{_highest(values):,}"
+    label = f"{known[now]:,} messages now, at most {top} in {asked.name}"
+    return Chart(label, values[-1].x, values, top, _times(slots), _since(slots, known, now), known[now])
 
 
-def marks_of(asked: Range, now: datetime, workers: Sequence[WorkerRow]) -> list[Bar]:
+def marks_of(asked: Range, now: datetime, workers: Sequence[Row]) -> list[Value]:
     """Return the starts and ends of these workers in a range of time."""
-    slots = asked.slots(now)
-    span = asked.width * asked.slot_count
+    begin = asked.slots(now)[0]
     moments = [
-        (at, f"{_utc(at)}: worker {row.worker} {what}")
+        (at, f"{_utc(at)}: worker {row['worker']} {what}")
         for row in workers
-        for at, what in ((row.started_at, f"started, version {row.version or 'unknown'}"), (row.ended_at, "ended"))
-        if at is not None and at >= slots[0]
+        for at, what in (
+            (row["started_at"], f"started, version {row['version'] or 'unknown'}"),
+            (row["ended_at"], "ended"),
+        )
+        if at is not None and at >= begin
     ]
-    return [_area(WIDE_WIDTH * ((at - slots[0]) / span), 1, title) for at, title in sorted(moments)]
+    return [Value((at - begin) / asked.width, 0, title) for at, title in sorted(moments)]
 
 
-def _area(x: float, width: float, title: str) -> Bar:
-    return Bar(f"{x:.1f}", "0", f"{width:.1f}", str(WIDE_HEIGHT), title)
+def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Collection[str]) -> dict[str, Chart]:
+    """Draw the numbers of ended messages of these names by time. A line begins at the first time that is counted."""
+    # The current slot is not over: with it, each line would fall at its end.
+    slots = LAST_HOUR.slots(now)[:-1]
+    since = _since(slots, ended, slots[-1])
+    when = f"since {since:%H:%M} UTC" if since else "in the last hour"
+    counted = {name: [(number, ended[at][name]) for number, at in enumerate(slots) if at in ended] for name in names}
+    return {
+        name: _line(counts, f"ended {when}", LAST_HOUR.width)
+        for name, counts in counted.items()
+        if any(count for _, count in counts)
+    }
 
 
-def _bar(x: float, width: float, count: int, highest: int, title: str) -> Bar:
-    y = min(_y(count, highest), WIDE_HEIGHT - _LEAST_HEIGHT)
-    return Bar(f"{x:.1f}", f"{y:.1f}", f"{width:.1f}", f"{WIDE_HEIGHT - y:.1f}", title)
+def failures_by_topic(failed: Sequence[tuple[str, datetime, int]], now: datetime) -> list[tuple[str, int, Chart]]:
+    """Group the newest failures by topic, the largest group first, each with its line of the last hour."""
+    last = now.astimezone(UTC).replace(second=0, microsecond=0)
+    by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
+    for topic, minute, messages in failed:
+        by_minute[topic][minute] += messages
+    begun = [last - age * MINUTE for age in reversed(range(MINUTES))]
+    largest = sorted(by_minute.items(), key=lambda item: -item[1].total())[:20]
+    return [
+        (
+            topic,
+            counts.total(),
+            _line([(number, counts[at]) for number, at in enumerate(begun)], "failed in the last hour", MINUTE),
+        )
+        for topic, counts in largest
+    ]
 
 
-def _y(count: int, highest: int) -> float:
-    return WIDE_HEIGHT * (1 - count / max(1, highest))
+def _line(counts: Sequence[tuple[int, int]], what: str, width: timedelta) -> Chart:
+    """Draw the counts of slots of this width up to the last one, on a scale of their own."""
+    values = [Value(slot, count) for slot, count in counts]
+    total = sum(value.y for value in values)
+    label = f"{total:,} {what}, at most {_highest(values):,} in {_length(width)}"
+    return Chart(label, values[-1].x, values)
+
+
+def _highest(values: Sequence[Value]) -> float:
+    return max((value.y for value in values), default=0)
+
+
+def _since(slots: Sequence[datetime], counted: Container[datetime], now: datetime) -> datetime | None:
+    since = next((at for at in slots if at in counted), now)
+    return None if since == slots[0] else since
+
+
+def _times(slots: Sequence[datetime]) -> list[datetime]:
+    return [slots[len(slots) * number // _LABELS] for number in range(_LABELS)]
 
 
 def _utc(at: datetime) -> str:
@@ -175,49 +168,3 @@ def _length(width: timedelta) -> str:
     if minutes == 1:
         return "a minute"
     return f"{minutes} minutes" if minutes < 60 else f"{minutes // 60} hours"
-
-
-def _times(slots: Sequence[datetime]) -> list[datetime]:
-    return [slots[len(slots) * number // _LABELS] for number in range(_LABELS)]
-
-
-def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Collection[str]) -> dict[str, Line]:
-    """Draw the numbers of ended messages of these names by time. A line begins at the first time that is counted."""
-    # The current slot is not over: with it, each line would fall at its end.
-    slots = LAST_HOUR.slots(now)[:-1]
-    since = next((at for at in slots if at in ended), slots[-1])
-    when = "in the last hour" if since == slots[0] else f"since {since:%H:%M} UTC"
-    lines = {}
-    for name in names:
-        counts = [ended[at][name] if at in ended else None for at in slots]
-        if any(counts):
-            lines[name] = _line(counts, f"ended {when}", LAST_HOUR.width)
-    return lines
-
-
-def _line(counts: Sequence[int | None], what: str, width: timedelta) -> Line:
-    """Draw the counts of slots of this width, on a scale of their own. None is not counted."""
-    known = [(slot, count) for slot, count in enumerate(counts) if count is not None]
-    highest = max((count for _, count in known), default=0)
-    right, bottom = LINE_SIZE
-    points = [
-        f"{right * slot / (len(counts) - 1):.0f},{bottom - (bottom - 1) * count / max(1, highest):.0f}"
-        for slot, count in known
-    ]
-    total = sum(count for _, count in known)
-    return Line(f"{total:,} {what}, at most {highest:,} in {_length(width)}", " ".join(points))
-
-
-def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
-    """Group the newest failures by topic, the largest group first."""
-    last = now.astimezone(UTC).replace(second=0, microsecond=0)
-    wanted = [last - minutes * MINUTE for minutes in range(MINUTES)][::-1]
-    totals: Counter[str] = Counter()
-    by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
-    for topic, minute, messages in failed:
-        totals[topic] += messages
-        by_minute[topic][minute.astimezone(UTC)] += messages
-    return [
-        TopicFailures(topic, count, _line([by_minute[topic][at] for at in wanted], "failed in the last hour", MINUTE))
-        for topic, count in totals.most_common(20)
-    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -11,15 +11,15 @@ from starlette.routing import Route
 from pgoutbox.dashboard import charts, inputs, reads
 from pgoutbox.dashboard.access import is_live, operators_only
 from pgoutbox.dashboard.bulk import MAX_MESSAGES
-from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
+from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.database import RefusedError
-from pgoutbox.dashboard.history import RANGES, percentiles
+from pgoutbox.dashboard.history import percentiles
 from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.doctor import verdict
 from pgoutbox.message import State
-from pgoutbox.operations import Action, AuditRow, ListedMessage, Operator
+from pgoutbox.operations import Action, Operator
 from pgoutbox.operations.acts import ACTS, DID
 from pgoutbox.redaction import redact_text
 
@@ -50,6 +50,8 @@ _DONE: Final[Mapping[str, str]] = {
     "limited": "The limit applies from the next claim of each worker.",
 }
 _PREVIEW: Final = 10
+# The queues on the overview.
+_QUEUES: Final = 10
 _MORE_FIELDS: Final = ("destination", "owner", "key", "created_from", "created_before")
 _SHARES: Final = (0.5, 0.95, 0.99)
 
@@ -73,35 +75,34 @@ async def overview(request: Request) -> Response:
     """Show the overview."""
     dashboard = dashboard_of(request)
     asked = inputs.range_of(request.query_params)
-    found = await dashboard.overview(asked)
-    hidden = dashboard.names_of(None)
-    marks = charts.marks_of(asked, found.now, found.workers)
-    sent = {at: slot.total() for at, slot in found.sent.items()}
-    sent_chart = charts.messages_by_time(asked, found.now, sent, State.SENT, marks)
-    return await render_page(
-        request,
-        "overview.html",
-        {
-            "page": "overview",
-            "notice": notice_of(request),
-            **found._asdict(),
-            "problems": dashboard.redacted(found.problems),
-            "verdict": redact_text(verdict(found.problems), hidden),
-            "oldest_due_at": found.queues.oldest_due_at,
-            "asked_range": asked.name,
-            "ranges": list(RANGES),
-            "sent_chart": sent_chart,
-            "failed_chart": charts.messages_by_time(asked, found.now, found.failed, State.FAILED, marks),
-            "latency_chart": charts.latency(asked, found.now, found.sent, 0.95, marks),
-            "percentiles": list(zip(_SHARES, percentiles(found.sent.values(), _SHARES), strict=True)),
-            "failed_cap": reads.CAP,
-            "chart_cap": reads.FAILED_CAP,
-            "queue_cap": reads.QUEUE_CAP,
-            "count_cap": reads.QUEUE_NAMES,
-            "rate_minutes": reads.RATE_SECONDS // 60,
-            "wide_size": (charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
-        },
-    )
+
+    def load(connection: Connection) -> dict[str, object]:
+        now, ranked = reads.now(connection), dashboard.ranked_queues(connection, seconds=0)
+        problems, workers = dashboard.findings(connection), reads.running_workers(connection)
+        sent = dashboard.history.sent(connection, now, asked)
+        counts = {at: slot.total() for at, slot in sent.items()}
+        failed = reads.failed_by_time(connection, asked, now)
+        return {
+            "now": now,
+            "problems": problems,
+            "verdict": redact_text(verdict(problems), dashboard.names_of(None)),
+            "states": reads.count_states(connection),
+            "queues": reads.queues(connection, [row.queue for row in ranked[:_QUEUES]], reads.QUEUE_CAP),
+            "queue_count": len(ranked),
+            "oldest_due_at": ranked[0].oldest_due_at if ranked else None,
+            "workers": workers,
+            "breaker_count": reads.count_breakers(connection),
+            "failures": charts.failures_by_topic(reads.failed_lately(connection), now),
+            "sent_chart": charts.messages_by_time(asked, now, counts, State.SENT),
+            "failed_chart": charts.messages_by_time(asked, now, failed, State.FAILED),
+            "latency_chart": charts.latency(asked, now, sent, 0.95),
+            "marks": charts.marks_of(asked, now, workers),
+            "percentiles": list(zip(_SHARES, percentiles(sent.values(), _SHARES), strict=True)),
+        }
+
+    known = await dashboard.shared(asked.name, load)
+    context = {"page": "overview", "notice": notice_of(request), "asked_range": asked.name, **known}
+    return await render_page(request, "overview.html", context)
 
 
 async def messages(request: Request) -> Response:
@@ -123,7 +124,7 @@ async def messages(request: Request) -> Response:
         )
         is_about = which.destination is not None and not (which.states or which.text) and before_id is None
         near = reads.count_near(connection, which) if is_about else None
-        return {"found": found, "messages": _redacted(dashboard, found.messages), "near": near}
+        return {"found": found, "messages": dashboard.redacted(found.messages), "near": near}
 
     asked = inputs.asked_for(which)
     return await _show(
@@ -132,7 +133,7 @@ async def messages(request: Request) -> Response:
         load,
         page="messages",
         tabs=tabs_of(await dashboard.tabs(), which),
-        facets=(await dashboard.facets(which))._asdict(),
+        facets=await dashboard.facets(which),
         which=which,
         asked=asked,
         filtered=[name for name, value in asked.items() if value is not None and name not in ("state", "due")],
@@ -141,10 +142,6 @@ async def messages(request: Request) -> Response:
         before_id=before_id,
         bulk_acts=[act for act in ACTS.values() if act.in_lists and set(which.states) <= set(act.states)],
     )
-
-
-def _redacted(dashboard: Dashboard, found: Sequence[ListedMessage]) -> list[ListedMessage]:
-    return [message.redacted(dashboard.names_of(message.topic)) for message in found]
 
 
 async def message(request: Request) -> Response:
@@ -169,7 +166,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
             "acts_here": [act for act in ACTS.values() if details.state in act.states],
             "corrects": operator.corrects(),
             "attempts": [attempt.redacted(names) for attempt in attempts],
-            "acts": None if acts is None else _redacted_acts(dashboard, acts),
+            "acts": None if acts is None else dashboard.redacted(acts),
             "supersedes": supersedes,
             "has_values": may_see_values and operator.reads_payloads(),
         }
@@ -193,15 +190,14 @@ async def queues(request: Request) -> Response:
         ranked = (
             reads.rank_queues(connection, prefix=prefix) if prefix else dashboard.ranked_queues(connection, seconds=0)
         )
-        found = reads.queues(connection, ranked, limit=reads.PAGE_ROWS)
+        names = [row.queue for row in ranked[: reads.PAGE_ROWS]]
+        found = reads.queues(connection, names, reads.QUEUE_CAP)
         ended = dashboard.history.ended(connection, now := reads.now(connection), "queue")
-        lines = charts.ended_lines(now, ended, [row.queue for row in found.rows])
-        return {"queues": found.rows, "total": found.total, "lines": lines}
+        return {"queues": found, "total": len(ranked), "lines": charts.ended_lines(now, ended, names)}
 
     if asked is not None:
         return await _queue(request, asked)
-    capped = {"cap": reads.QUEUE_CAP, "count_cap": reads.QUEUE_NAMES}
-    return await _show(request, "queues.html", load, prefix=prefix, **capped, **_ABOUT_QUEUES)
+    return await _show(request, "queues.html", load, page="queues", prefix=prefix)
 
 
 async def _queue(request: Request, name: str) -> Response:
@@ -209,7 +205,7 @@ async def _queue(request: Request, name: str) -> Response:
 
     def load(connection: Connection) -> dict[str, object]:
         now = reads.now(connection)
-        found = reads.queue(connection, name)
+        (found,) = reads.queues(connection, [name], reads.CAP)
         is_unused = not reads.is_used(connection, found)
         known = dashboard_of(request).history.depth(connection, now, asked, name, reads.DEPTH_CAP)
         return {"q": found, "is_unused": is_unused, "depth": charts.depth(asked, now, known)}
@@ -218,23 +214,11 @@ async def _queue(request: Request, name: str) -> Response:
         request,
         "queue.html",
         load,
-        **_ABOUT_QUEUES,
+        page="queues",
         problems=await dashboard_of(request).findings_about("queue", name),
         asked=name,
-        cap=reads.CAP,
-        looked_at=reads.SEARCH_ROWS,
-        depth_cap=reads.DEPTH_CAP,
         asked_range=asked.name,
-        ranges=list(RANGES),
-        wide_size=(charts.WIDE_WIDTH, charts.WIDE_HEIGHT),
     )
-
-
-_ABOUT_QUEUES: Final[Mapping[str, Any]] = {
-    "page": "queues",
-    "periods": inputs.PERIODS,
-    "rate_minutes": reads.RATE_SECONDS // 60,
-}
 
 
 async def workers(request: Request) -> Response:
@@ -251,10 +235,9 @@ async def breakers(request: Request) -> Response:
     hidden = dashboard_of(request).names_of(None)
 
     def load(connection: Connection) -> dict[str, object]:
-        found = reads.breakers(connection)
-        return {"breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found]}
+        return {"breakers": reads.breakers(connection, hidden)}
 
-    return await _show(request, "breakers.html", load, page="breakers", most=reads.MAX_BREAKERS)
+    return await _show(request, "breakers.html", load, page="breakers")
 
 
 async def failed(request: Request) -> Response:
@@ -262,14 +245,14 @@ async def failed(request: Request) -> Response:
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
-        groups = reads.failed_groups(connection)
+        groups = Operator(connection).list_failures(newest=reads.GROUP_ROWS, limit=reads.MAX_GROUPS)
         return {
-            "groups": [group.redacted(dashboard.names_of(group.topic)) for group in groups],
+            "groups": dashboard.redacted(groups),
             "has_more": sum(group.messages for group in groups) >= reads.GROUP_ROWS or len(groups) >= reads.MAX_GROUPS,
         }
 
     retrying = next(tab for tab in await dashboard.tabs() if tab.due == "again")
-    return await _show(request, "failed.html", load, page="failed", retrying=retrying, cap=reads.GROUP_ROWS)
+    return await _show(request, "failed.html", load, page="failed", retrying=retrying)
 
 
 async def audit(request: Request) -> Response:
@@ -285,7 +268,7 @@ async def audit(request: Request) -> Response:
             raise RefusedError("read the audit", "pgoutbox_operator")
         found = operator.list_acts(actor=actor, action=action, before_id=before_id, limit=limit + 1)
         next_before = found[limit - 1].id if len(found) > limit else None
-        return {"acts": _redacted_acts(dashboard, found[:limit]), "next_before": next_before}
+        return {"acts": dashboard.redacted(found[:limit]), "next_before": next_before}
 
     return await _show(
         request,
@@ -301,11 +284,6 @@ async def audit(request: Request) -> Response:
     )
 
 
-def _redacted_acts(dashboard: Dashboard, found: Sequence[AuditRow]) -> list[AuditRow]:
-    names = dashboard.names_of(None)
-    return [act.redacted(names) for act in found]
-
-
 @operators_only
 async def bulk_preview(request: Request) -> Response:
     """Preview a bulk action: the number of messages, and the newest ones."""
@@ -318,10 +296,13 @@ async def bulk_preview(request: Request) -> Response:
         near = reads.count_near(connection, which)
         shown = near.matching if which.ids is not None else min(near.matching, _PREVIEW)
         found = reads.search(connection, which, limit=shown).messages if near.matching else []
-        first = _redacted(dashboard, found)
         cause = reads.cause_of(connection, found[0].id) if found and which.error_group is not None else None
         hidden = dashboard.names_of(which.topic)
-        return {"near": near, "messages": first, "cause": None if cause is None else redact_text(cause, hidden)}
+        return {
+            "near": near,
+            "messages": dashboard.redacted(found),
+            "cause": None if cause is None else redact_text(cause, hidden),
+        }
 
     return await _show(
         request,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString, NamedTuple, TypeAlias, cast
 
 import psycopg
+from psycopg.rows import TupleRow, dict_row
 
 from pgoutbox.dashboard.database import allowing_bitmaps
 from pgoutbox.database import sql
 from pgoutbox.doctor.context import RankedQueue
 from pgoutbox.message import State
-from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator
+from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.operations.window import Window
+from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
@@ -52,43 +54,11 @@ _LONGEST_TRANSACTION: Final = timedelta(days=1)
 Part: TypeAlias = Literal["now", "later", "again"]
 """A part of the pending messages, as in `MessageFilter.due`."""
 
+Row: TypeAlias = dict[str, Any]
+"""The columns of a row by name, as its statement returns them."""
+
 NamesOf: TypeAlias = Callable[[str], Collection[str]]
 """The names whose values are hidden in messages of a topic."""
-
-
-class QueueRow(NamedTuple):
-    """A queue with messages, a pause or limits; columns in the order of LIVE_QUEUES, and the rate of ended messages."""
-
-    queue: str
-    due: int
-    scheduled: int
-    sending: int
-    lapsed: int
-    next_due_at: datetime | None
-    paused_at: datetime | None
-    resume_at: datetime | None
-    rate_count: int | None
-    rate_seconds: float | None
-    burst: int | None
-    tokens: float | None
-    max_in_flight: int | None
-    ceiling_count: int | None
-    ceiling_seconds: float | None
-    serving_count: int
-    per_second: float | None
-
-    @property
-    def seconds_to_empty(self) -> float | None:
-        """The time in which the due messages end at the present rate; None if there are none or the rate is unknown."""
-        return self.due / self.per_second if self.due and self.per_second else None
-
-
-class Queues(NamedTuple):
-    """The queues that need a look first, the number of all queues, up to `QUEUE_NAMES`, and their oldest due time."""
-
-    rows: list[QueueRow]
-    total: int
-    oldest_due_at: datetime | None
 
 
 class TopicRow(NamedTuple):
@@ -112,71 +82,6 @@ class Topics(NamedTuple):
 
     rows: dict[str, TopicRow]
     nothing: TopicRow
-
-
-class TopicRate(NamedTuple):
-    """The ended messages of a topic; columns in the order of RATES_BY_TOPIC.
-
-    `waited` and `handled` are the median and the 95th percentile of the sent messages, in seconds.
-    """
-
-    topic: str
-    per_second: float
-    waited: Sequence[float] | None
-    handled: Sequence[float] | None
-
-
-class WorkerRow(NamedTuple):
-    """A worker that runs or holds leases, or the last run; columns in the order of RUNNING_WORKERS."""
-
-    worker: str
-    in_flight: int
-    lapsed: int
-    oldest_claim_at: datetime | None
-    last_lease_at: datetime | None
-    queues: list[str]
-    topics: list[str]
-    version: str | None
-    slots: int | None
-    started_at: datetime | None
-    seen_at: datetime | None
-    ended_at: datetime | None
-
-
-class RunningMessage(NamedTuple):
-    """A message in flight; columns in the order of RUNNING_MESSAGES."""
-
-    worker: str
-    id: int
-    topic: str
-    queue: str
-    claimed_at: datetime
-    lease_expires_at: datetime
-
-
-class BreakerRow(NamedTuple):
-    """A circuit breaker and the messages that wait for it; columns in the order of LIST_BREAKERS.
-
-    The messages are counted among those of each queue that are due first. With `is_sample` there may be more.
-    """
-
-    key: str
-    opened_at: datetime
-    retry_at: datetime
-    probe_until: datetime | None
-    cooldown_seconds: float
-    worker: str
-    last_error: str
-    waiting_count: int
-    is_sample: bool
-
-
-class FailedMinute(NamedTuple):
-    """The number of recent failures of a topic in a minute; columns in the order of FAILED_LATELY."""
-
-    topic: str
-    minute: datetime
-    messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +112,32 @@ class Near(NamedTuple):
         return sum(messages for messages, _ in self.states.values())
 
 
+def rows(connection: Connection, statement: LiteralString, parameters: Mapping[str, object]) -> list[Row]:
+    """Return the rows of a statement."""
+    with connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(statement, parameters).fetchall()
+
+
+def _value(connection: Connection, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> Any:  # noqa: ANN401 - of any type of the database
+    """Return the only value of a statement."""
+    ((found,),) = connection.execute(statement, parameters)
+    return found
+
+
 def now(connection: Connection) -> datetime:
     """Return the time of the database."""
-    ((moment,),) = connection.execute(sql.NOW)
-    return cast("datetime", moment)
+    return cast("datetime", _value(connection, sql.NOW))
+
+
+def capped(messages: int, cap: int) -> Count:
+    """Return a number of messages that was counted up to one above `cap`."""
+    return Count(min(messages, cap), "at least" if messages > cap else "exactly")
 
 
 def count_open(connection: Connection) -> dict[State, Count]:
     """Count the pending, in-flight and failed messages, each up to `CAP`."""
-    (counts,) = connection.execute(sql.COUNT_OPEN, {"cap": CAP + 1})
-    return {
-        state: Count(min(count, CAP), "exactly" if count <= CAP else "at least")
-        for state, count in zip((State.PENDING, State.SENDING, State.FAILED), counts, strict=True)
-    }
+    (counts,) = rows(connection, sql.COUNT_OPEN, {"cap": CAP + 1})
+    return {State(state): capped(messages, CAP) for state, messages in counts.items()}
 
 
 def count_states(connection: Connection) -> dict[State, Count]:
@@ -237,15 +155,9 @@ def count_states(connection: Connection) -> dict[State, Count]:
 
 def count_pending(connection: Connection, *parts: Part) -> dict[Part, Count]:
     """Count the pending messages of these parts, each up to `CAP`."""
-    rows = connection.execute(
-        sql.COUNT_PENDING, {"prefix": "", "queues": QUEUE_NAMES, "cap": CAP + 1, "parts": list(parts)}
-    )
-    return {part: Count(min(messages, CAP), "exactly" if is_all else "at least") for part, messages, is_all in rows}
-
-
-def capped(messages: int) -> Count:
-    """Return a number of messages of a queue, which was counted up to one above `QUEUE_CAP`."""
-    return Count(min(messages, QUEUE_CAP), "at least" if messages > QUEUE_CAP else "exactly")
+    parameters = {"prefix": "", "queues": QUEUE_NAMES, "cap": CAP + 1, "parts": list(parts)}
+    found = connection.execute(sql.COUNT_PENDING, parameters)
+    return {part: Count(min(messages, CAP), "exactly" if is_all else "at least") for part, messages, is_all in found}
 
 
 def rank_queues(connection: Connection, *, prefix: str = "") -> list[RankedQueue]:
@@ -257,57 +169,46 @@ def rank_queues(connection: Connection, *, prefix: str = "") -> list[RankedQueue
     return [RankedQueue._make(row) for row in connection.execute(sql.RANK_QUEUES, parameters).fetchall()]
 
 
-def queues(connection: Connection, ranked: Sequence[RankedQueue], *, limit: int = MAX_QUEUES) -> Queues:
-    """Return the first `limit` of these queues with their numbers."""
-    names = [row.queue for row in ranked[:limit]]
-    found = {row.queue: row for row in _live_queues(connection, names, QUEUE_CAP)}
-    return Queues([found[name] for name in names], len(ranked), ranked[0].oldest_due_at if ranked else None)
+def queues(connection: Connection, names: Sequence[str], cap: int) -> list[Row]:
+    """Return these queues, used or not, with their numbers up to one above `cap`, and their rates."""
+    parameters = {"queues": list(names), "cap": cap + 1}
+    ended = rates(connection, "queue", names)
+    return [row | {"rate": ended.get(row["queue"])} for row in rows(connection, sql.LIVE_QUEUES, parameters)]
 
 
-def few_queues(connection: Connection) -> list[QueueRow]:
-    """Return the queues with messages, a pause or limits if they are at most `MAX_QUEUES`, else none."""
-    names = [row[0] for row in connection.execute(sql.LIVE_QUEUE_NAMES, {"prefix": "", "queues": MAX_QUEUES + 1})]
-    return _live_queues(connection, names, QUEUE_CAP) if len(names) <= MAX_QUEUES else []
-
-
-def queue(connection: Connection, name: str) -> QueueRow:
-    """Return one queue, even if nothing uses it."""
-    (found,) = _live_queues(connection, [name], CAP)
-    return found
-
-
-def _live_queues(connection: Connection, names: list[str], cap: int) -> list[QueueRow]:
-    rows = connection.execute(sql.LIVE_QUEUES, {"queues": names, "cap": cap + 1}).fetchall()
-    parameters = {"queues": names, "seconds": RATE_SECONDS, "cap": _RATE_ROWS}
+def rates(connection: Connection, by: Literal["queue", "topic"], names: Sequence[str]) -> dict[str, Row]:
+    """Return the rates of those of these queues or topics of which messages ended in the last minutes, by name."""
+    parameters = {"by": by, "names": list(names), "seconds": RATE_SECONDS, "cap": _RATE_ROWS}
     with allowing_bitmaps(connection):
-        rates = {row[0]: row[1] / row[2] for row in connection.execute(sql.ENDED_BY_QUEUE, parameters)}
-    return [QueueRow._make((*row, rates.get(row[0]))) for row in rows]
+        return {row["name"]: row for row in rows(connection, sql.ENDED_RATES, parameters)}
 
 
 def count_failed_of_day(connection: Connection) -> int:
-    """Return the number of messages that failed within the last day and are still failed, up to one above `CAP`."""
-    ((count,),) = connection.execute(sql.COUNT_FAILED_OF_DAY, {"cap": CAP + 1})
-    return int(count)
+    """Return the number of messages that failed within the last day and are still failed, up to `CAP`."""
+    return int(_value(connection, sql.COUNT_FAILED_OF_DAY, {"cap": CAP}))
 
 
-def running_workers(connection: Connection) -> list[WorkerRow]:
+def running_workers(connection: Connection) -> list[Row]:
     """Return the workers that run or hold leases, and the last run, by name."""
-    return [WorkerRow._make(row) for row in connection.execute(sql.RUNNING_WORKERS, {"cap": CAP})]
+    return rows(connection, sql.RUNNING_WORKERS, {"cap": CAP})
 
 
-def running_messages(connection: Connection) -> dict[str, list[RunningMessage]]:
+def running_messages(connection: Connection) -> dict[str, list[Row]]:
     """Return the messages in flight by worker, those that have run longest first, a few of each worker."""
-    found: dict[str, list[RunningMessage]] = {}
-    for row in connection.execute(sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING}):
-        message = RunningMessage._make(row)
-        found.setdefault(message.worker, []).append(message)
+    found: dict[str, list[Row]] = {}
+    for row in rows(connection, sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING}):
+        found.setdefault(row["worker"], []).append(row)
     return found
 
 
-def breakers(connection: Connection) -> list[BreakerRow]:
-    """Return the breakers that are not closed, newest first, with the number of the messages behind each."""
-    rows = connection.execute(sql.LIST_BREAKERS, EACH_QUEUE | {"limit": MAX_BREAKERS})
-    return [BreakerRow._make(row) for row in rows]
+def breakers(connection: Connection, hidden: Collection[str]) -> list[Row]:
+    """Return the breakers that are not closed, newest first, with the number of the messages behind each.
+
+    The messages are counted among those of each queue that are due first. With `is_sample` there may be more. `hidden`
+    names are redacted.
+    """
+    found = rows(connection, sql.LIST_BREAKERS, EACH_QUEUE | {"limit": MAX_BREAKERS})
+    return [row | {"last_error": redact_text(row["last_error"], hidden)} for row in found]
 
 
 def count_breakers(connection: Connection) -> int:
@@ -321,14 +222,9 @@ def failed_by_time(connection: Connection, asked: Range, now: datetime) -> dict[
     return {at.astimezone(UTC): messages for at, messages in connection.execute(sql.FAILED_BY_TIME, parameters)}
 
 
-def failed_lately(connection: Connection) -> list[FailedMinute]:
-    """Return the newest failures by topic and minute."""
-    return [FailedMinute._make(row) for row in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
-
-
-def failed_groups(connection: Connection) -> list[FailureGroup]:
-    """Return the newest failures by topic and cause, those with the most failures in the last hour first."""
-    return Operator(connection).list_failures(newest=GROUP_ROWS, limit=MAX_GROUPS)
+def failed_lately(connection: Connection) -> list[tuple[str, datetime, int]]:
+    """Return the number of the newest failures by topic and minute."""
+    return [(topic, at.astimezone(UTC), n) for topic, at, n in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
 
 
 def cause_of(connection: Connection, message_id: int) -> str | None:
@@ -337,23 +233,14 @@ def cause_of(connection: Connection, message_id: int) -> str | None:
     return None if row is None else row[0]
 
 
-def held_topics(connection: Connection) -> Topics:
-    """Return the topics with messages in flight and failed ones, with the numbers of these."""
-    return _topics_of(connection, {})
-
-
 def topics(connection: Connection, ranked: Sequence[RankedQueue]) -> Topics:
-    """Return the topics with messages that wait, are in flight or have failed.
+    """Return the topics with messages that wait in these queues, are in flight or have failed.
 
-    Of each of these queues the messages that are due first are counted. If there are more, no number of waiting ones is
-    exact.
+    Of each queue the messages that are due first are counted. If there are more, no number of waiting ones is exact.
     """
     names = [row.queue for row in ranked[: EACH_QUEUE["queues"]]]
-    rows = connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"names": names, "topics": TOPIC_NAMES}).fetchall()
-    return _topics_of(connection, {row[0]: row[1:] for row in rows})
-
-
-def _topics_of(connection: Connection, waiting: Mapping[str, Sequence[Any]]) -> Topics:
+    found = connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"names": names, "topics": TOPIC_NAMES})
+    waiting = {row[0]: row[1:] for row in found.fetchall()}
     held = {row[0]: row[1:] for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP}).fetchall()}
 
     def kind(*, is_capped: bool) -> CountKind:
@@ -379,18 +266,10 @@ def _topics_of(connection: Connection, waiting: Mapping[str, Sequence[Any]]) -> 
     return Topics({name: row(name) for name in {*waiting, *held}}, row(""))
 
 
-def rates(connection: Connection, names: Sequence[str]) -> dict[str, TopicRate]:
-    """Return the rates of those of these topics of which messages ended in the last minutes."""
-    with allowing_bitmaps(connection):
-        parameters = {"topics": list(names), "seconds": RATE_SECONDS, "cap": _RATE_ROWS}
-        return {row[0]: TopicRate._make(row) for row in connection.execute(sql.RATES_BY_TOPIC, parameters)}
-
-
-def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> dict[int, ListedMessage]:
-    """Return the messages that the rows name, by id."""
+def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> list[ListedMessage]:
+    """Return the messages that the rows name."""
     ids = {wanted for row in rows for wanted in (row.first_id, *row.error_ids) if wanted is not None}
-    which = MessageFilter(ids=tuple(sorted(ids)))
-    return {found.id: found for found in search(connection, which, limit=len(ids)).messages} if ids else {}
+    return search(connection, MessageFilter(ids=tuple(sorted(ids))), limit=len(ids)).messages if ids else []
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:
@@ -399,12 +278,12 @@ def superseded_by(connection: Connection, message_id: int) -> list[int]:
     return [row[0] for row in connection.execute(sql.SUPERSEDED_BY, parameters)]
 
 
-def is_used(connection: Connection, queue: QueueRow) -> bool:
+def is_used(connection: Connection, queue: Row) -> bool:
     """Return whether the queue has messages, a pause or limits, or one of the newest messages. If not, its name may be
     misspelt."""
-    owes = queue.due or queue.scheduled or queue.sending or queue.lapsed
-    has_controls = queue.paused_at or queue.rate_count or queue.max_in_flight
-    return bool(owes or has_controls or search(connection, MessageFilter(queue=queue.queue), limit=1).messages)
+    signs = ("due", "scheduled", "sending", "lapsed", "paused_at", "rate_count", "max_in_flight")
+    newest = MessageFilter(queue=queue["queue"])
+    return any(queue[sign] for sign in signs) or bool(search(connection, newest, limit=1).messages)
 
 
 def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
@@ -416,16 +295,9 @@ def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
         return operator.list_acts(message_id=message_id)
 
 
-def newest_id(connection: Connection) -> int:
-    """Return the last id of the sequence."""
-    ((found,),) = connection.execute(sql.NEWEST_ID)
-    return int(found)
-
-
 def is_copy(connection: Connection) -> bool:
     """Return whether the schema belongs to another database."""
-    ((found,),) = connection.execute(sql.IS_COPY)
-    return bool(found)
+    return bool(_value(connection, sql.IS_COPY))
 
 
 def search(
@@ -442,64 +314,43 @@ def search(
     Searches until the page is full, or `SEARCH_SECONDS` have passed, or, if brief, `rows_of(which)` rows are read. With
     `names_of` a text is only found where it is visible without the values of these names.
     """
-    if which.text is None:
-        names_of = None
-    found = _search(connection, which, before_id, limit, is_brief=is_brief, names_of=names_of)
-    return replace(found, messages=Operator(connection).with_waits(found.messages))
-
-
-def _search(
-    connection: Connection,
-    which: MessageFilter,
-    before_id: int | None,
-    limit: int,
-    *,
-    is_brief: bool,
-    names_of: NamesOf | None,
-) -> Found:
-    before_id, not_below_id = _bounds(connection, which, before_id)
-    over_at = time.monotonic() + SEARCH_SECONDS
-    most = rows_of(which)
-    window = Window(most)
-    parameters = {**which.parameters(), "not_below_id": not_below_id}
+    # Messages in flight have an index of their own.
     held_only = set(which.states) == {State.SENDING} and which.error_group is None
-    statement = sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES
     messages: list[ListedMessage] = []
+
+    def read(asked: dict[str, object]) -> tuple[list[TupleRow], int | None]:
+        if held_only:
+            return connection.execute(sql.SEARCH_SENDING, asked | {"rows": rows_of(which)}).fetchall(), None
+        ended_at = connection.execute(sql.SEARCHED, asked).fetchone()
+        return connection.execute(sql.SEARCH_MESSAGES, asked).fetchall(), None if ended_at is None else ended_at[0]
+
+    # Hidden matches leave room for others of the same rows.
+    most_matches = limit + 1 if names_of is None or which.text is None else None
     looked_at = 0
-    while True:
-        # Messages in flight have an index of their own.
-        rows = most if held_only else window.rows
-        # Hidden matches leave room for others of the same rows.
-        most_matches = rows if names_of is not None else limit + 1 - len(messages)
-        parameters |= {"before_id": before_id, "limit": most_matches, "rows": rows}
-        try:
-            with window.read(), connection.transaction():
-                found = connection.execute(statement, parameters).fetchall()
-                ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
-        except psycopg.errors.QueryCanceled:
-            if held_only or rows == 1:
-                raise
-            # A search that has read nothing has nowhere to continue.
-            if looked_at and time.monotonic() >= over_at:
-                return Found(messages, before_id, looked_at, is_deep=looked_at > most)
-            continue
+    for found, next_before, looked_at in _windows(
+        connection, which, {"before_id": before_id, "limit": most_matches}, read
+    ):
+        before_id = next_before
         matches = [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
-        if names_of is not None and which.text is not None:
-            matches = _visible(connection, matches, which.text, names_of)
-        messages += matches
-        if len(messages) > limit:
-            return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at >= most)
-        if ended_at is None:
-            return Found(messages, None, None, is_deep=looked_at >= most)
-        looked_at += rows
-        before_id = ended_at[0]
-        if (is_brief and looked_at >= most) or time.monotonic() >= over_at:
-            return Found(messages, before_id, looked_at, is_deep=looked_at > most)
+        messages += _visible(connection, matches, which.text, names_of)
+        if len(messages) > limit or (is_brief and looked_at >= rows_of(which)):
+            break
+    is_full = len(messages) > limit
+    return Found(
+        Operator(connection).with_waits(messages[:limit]),
+        messages[limit - 1].id if is_full else before_id,
+        None if is_full else looked_at,
+        is_deep=looked_at > rows_of(which),
+    )
 
 
-def _visible(connection: Connection, matches: list[ListedMessage], text: str, names_of: NamesOf) -> list[ListedMessage]:
+def _visible(
+    connection: Connection, matches: list[ListedMessage], text: str | None, names_of: NamesOf | None
+) -> list[ListedMessage]:
     """Return the matches whose text is visible. The schema knows no names of a topic: a viewer could guess their values
     letter by letter."""
+    if text is None or names_of is None:
+        return matches
     doubtful = []
     for match in matches:
         shown = match.redacted(names_of(match.topic))
@@ -514,33 +365,57 @@ def _visible(connection: Connection, matches: list[ListedMessage], text: str, na
 
 def count_near(connection: Connection, which: MessageFilter) -> Near:
     """Count the matches among the newest rows: `rows_of(which)`, or as many as are read in `SEARCH_SECONDS`."""
-    before_id, not_below_id = _bounds(connection, which, None)
-    over_at = time.monotonic() + SEARCH_SECONDS
-    most = rows_of(which)
-    window = Window(most)
     states: dict[State, tuple[int, int]] = {}
-    looked_at = 0
-    while True:
-        rows = min(window.rows, most - looked_at)
-        parameters = {**which.parameters(), "before_id": before_id, "not_below_id": not_below_id, "rows": rows}
-        try:
-            with window.read(), connection.transaction():
-                found = connection.execute(sql.COUNT_SEARCHED, parameters).fetchall()
-        except psycopg.errors.QueryCanceled:
-            if rows == 1:
-                raise
-            if looked_at and time.monotonic() >= over_at:
-                return Near(states, looked_at, is_all=False)
-            continue
+
+    def read(asked: dict[str, object]) -> tuple[list[TupleRow], int | None]:
+        found = connection.execute(sql.COUNT_SEARCHED, asked).fetchall()
+        is_full = sum(row_count for *_, row_count, _ in found) == asked["rows"]
+        return found, min(last_id for *_, last_id in found) if is_full else None
+
+    is_all, looked_at = False, 0
+    for found, next_before, looked_at in _windows(connection, which, {"before_id": None}, read):
+        is_all = next_before is None
         for state, matching, newest_id, _, _ in found:
             before, newest_before = states.get(State(state), (0, newest_id))
             if matching:
                 states[State(state)] = before + matching, newest_before
-        read = sum(row_count for *_, row_count, _ in found)
-        looked_at += read
-        if read < rows or looked_at >= most or time.monotonic() >= over_at:
-            return Near(states, looked_at, is_all=read < rows)
-        before_id = min(last_id for *_, last_id in found)
+        if looked_at >= rows_of(which):
+            break
+    return Near(states, looked_at, is_all)
+
+
+def _windows(
+    connection: Connection,
+    which: MessageFilter,
+    asked: Mapping[str, Any],
+    read: Callable[[dict[str, object]], tuple[list[TupleRow], int | None]],
+) -> Iterator[tuple[list[TupleRow], int | None, int]]:
+    """Yield what `read` finds in windows of rows, the newest ones first, until there are no more, or for a time.
+
+    `read` returns the id below which the next window begins; None at the end. With both this yields the number of rows
+    read so far. The first windows end exactly after `rows_of(which)` rows.
+    """
+    over_at = time.monotonic() + SEARCH_SECONDS
+    before_id, not_below_id = _bounds(connection, which, asked["before_id"])
+    parameters = {**which.parameters(), **asked, "not_below_id": not_below_id}
+    most, looked_at = rows_of(which), 0
+    window = Window(most)
+    while True:
+        rows = min(window.rows, most - looked_at) if looked_at < most else window.rows
+        try:
+            with window.read(), connection.transaction():
+                found, before_id = read(parameters | {"before_id": before_id, "rows": rows})
+        except psycopg.errors.QueryCanceled:
+            if rows == 1:
+                raise
+            # A search that has read nothing has nowhere to continue.
+            if looked_at and time.monotonic() >= over_at:
+                return
+            continue
+        looked_at += rows
+        yield found, before_id, looked_at
+        if before_id is None or time.monotonic() >= over_at:
+            return
 
 
 def rows_of(which: MessageFilter) -> int:
@@ -561,7 +436,7 @@ def _bounds(connection: Connection, which: MessageFilter, before_id: int | None)
 
 def _first_id_since(connection: Connection, moment: datetime) -> int:
     """Return an id below which all messages were enqueued before this time, by binary search."""
-    low, high = 1, newest_id(connection) + 1
+    low, high = 1, _value(connection, sql.NEWEST_ID) + 1
     while low < high:
         middle = (low + high) // 2
         row = connection.execute(sql.FIRST_FROM, {"id": middle}).fetchone()
@@ -569,4 +444,4 @@ def _first_id_since(connection: Connection, moment: datetime) -> int:
             high = middle
         else:
             low = row[0] + 1
-    return high
+    return int(high)

@@ -15,6 +15,8 @@ import jinja2
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
+from pgoutbox.dashboard import inputs, reads
+from pgoutbox.dashboard.history import RANGES
 from pgoutbox.dashboard.types import ROOT, VIEWER
 from pgoutbox.operations import JsonText
 from pgoutbox.text import NAME, visible
@@ -85,7 +87,9 @@ def _environment() -> jinja2.Environment:
     environment.tests.update(
         queue_name=NAME.fullmatch, topic_name=NAME.fullmatch, json_text=lambda value: isinstance(value, JsonText)
     )
-    environment.globals.update(query=query, ago=format_ago)
+    environment.globals.update(
+        query=query, ago=format_ago, reads=reads, ranges=RANGES, periods=inputs.PERIODS, units=inputs.UNIT_SECONDS
+    )
     return environment
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pgoutbox.dashboard.dashboard import Notices
     from pgoutbox.dashboard.types import Connection
     from pgoutbox.doctor import Finding
+    from pgoutbox.doctor.context import RankedQueue
 
 
 async def status(request: Request) -> Response:
@@ -32,8 +33,8 @@ async def status(request: Request) -> Response:
     notices = await dashboard.notices()
 
     def load(connection: Connection) -> dict[str, object]:
-        queues = reads.queues(connection, dashboard.ranked_queues(connection))
-        return {**_verdict(dashboard.findings(connection), notices, hidden), **_numbers(connection, queues, hidden)}
+        ranked = dashboard.ranked_queues(connection)
+        return {**_verdict(dashboard.findings(connection), notices, hidden), **_numbers(connection, ranked, hidden)}
 
     body = json.dumps(await dashboard.database.read(load), default=_json_value)
     return Response(f"{body}\n", media_type="application/json")
@@ -45,10 +46,9 @@ def _verdict(findings: Sequence[Finding], notices: Notices, hidden: Sequence[str
         "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
         "verdict": redact_text(verdict(findings), hidden),
         "findings": [
-            _part(finding, "check", "level", "code", "why", "fix")
+            {name: getattr(finding, name) for name in ("check", "level", "code", "what", "why", "fix")}
             | {
                 "messages": {"count": finding.messages.messages, "kind": finding.messages.kind},
-                "what": redact_text(finding.what, hidden),
                 "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
             }
             for finding in findings
@@ -58,8 +58,9 @@ def _verdict(findings: Sequence[Finding], notices: Notices, hidden: Sequence[str
     }
 
 
-def _numbers(connection: Connection, queues: reads.Queues, hidden: Sequence[str]) -> dict[str, object]:
+def _numbers(connection: Connection, ranked: Sequence[RankedQueue], hidden: Sequence[str]) -> dict[str, object]:
     now = reads.now(connection)
+    queues = reads.queues(connection, [row.queue for row in ranked[: reads.MAX_QUEUES]], reads.QUEUE_CAP)
     return {
         "time": now,
         "messages": {
@@ -70,27 +71,27 @@ def _numbers(connection: Connection, queues: reads.Queues, hidden: Sequence[str]
             _part(worker, "worker", "queues", "topics", "in_flight", "ended_at")
             for worker in reads.running_workers(connection)
         ],
-        "failed_of_day": min(reads.count_failed_of_day(connection), reads.CAP),
-        "oldest_due_seconds": _waiting_seconds(queues.oldest_due_at, now),
+        "failed_of_day": reads.count_failed_of_day(connection),
+        "oldest_due_seconds": _waiting_seconds(ranked[0].oldest_due_at if ranked else None, now),
         "queues": [
             _part(queue, "queue", "paused_at", "resume_at")
             | {
-                "due": min(queue.due, reads.QUEUE_CAP),
-                "scheduled": min(queue.scheduled, reads.QUEUE_CAP),
-                "sending": min(queue.sending + queue.lapsed, reads.QUEUE_CAP),
-                "oldest_due_seconds": _waiting_seconds(queue.next_due_at, now),
+                "due": min(queue["due"], reads.QUEUE_CAP),
+                "scheduled": min(queue["scheduled"], reads.QUEUE_CAP),
+                "sending": min(queue["sending"] + queue["lapsed"], reads.QUEUE_CAP),
+                "oldest_due_seconds": _waiting_seconds(queue["next_due_at"], now),
             }
-            for queue in queues.rows
+            for queue in queues
         ],
         "breakers": [
-            _part(breaker, "key", "opened_at", "retry_at") | {"last_error": redact_text(breaker.last_error, hidden)}
-            for breaker in reads.breakers(connection)
+            _part(breaker, "key", "opened_at", "retry_at", "last_error")
+            for breaker in reads.breakers(connection, hidden)
         ],
     }
 
 
-def _part(row: object, *names: str) -> dict[str, object]:
-    return {name: getattr(row, name) for name in names}
+def _part(row: reads.Row, *names: str) -> dict[str, object]:
+    return {name: row[name] for name in names}
 
 
 def _waiting_seconds(due_at: datetime | None, now: datetime) -> float | None:

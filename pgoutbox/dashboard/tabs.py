@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from pgoutbox.dashboard import reads
 from pgoutbox.message import State
 from pgoutbox.text import Count, CountKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pgoutbox.dashboard.types import Connection
     from pgoutbox.operations import MessageFilter
 
 _FACETS: Final = 8
+COUNTED: Final[Mapping[tuple[tuple[State, ...], reads.Part | None], tuple[str, tuple[str, ...]]]] = {
+    ((State.PENDING,), "now"): ("due", ("due",)),
+    ((State.PENDING,), None): ("waiting", ("due", "scheduled")),
+    ((State.SENDING,), None): ("in_flight", ("sending", "lapsed")),
+    ((State.FAILED,), None): ("failed", ()),
+}
+"""The number of a topic, and those of a queue together, that count their messages in a tab."""
 _KINDS: Final[Sequence[CountKind]] = ("exactly", "about", "at least")
+
+
+Facets: TypeAlias = dict[str, list[tuple[str, Count | None]]]
+"""The values to choose from by parameter, with their numbers in the tab, without regard to other filters."""
 
 
 class Tab(NamedTuple):
@@ -45,37 +55,8 @@ def count_tabs(connection: Connection) -> list[Tab]:
     ]
 
 
-class Facets(NamedTuple):
-    """The topics and queues of the messages of a tab, those with the most messages first, and the chosen ones.
-
-    The numbers are those of the tab, without regard to other filters.
-    """
-
-    topic: list[tuple[str, Count | None]]
-    queue: list[tuple[str, Count | None]]
-
-
-def facets_of(topics: Mapping[str, reads.TopicRow], queues: Sequence[reads.QueueRow], which: MessageFilter) -> Facets:
-    """Return the topics and queues to choose from for this filter, with their numbers in its tab."""
-    by_topic: dict[str, Count] = {}
-    by_queue: dict[str, int] = {}
-    match which.states, which.due:
-        case (State.PENDING,), "now":
-            by_topic = {row.topic: row.due for row in topics.values()}
-            by_queue = {row.queue: row.due for row in queues}
-        case (State.PENDING,), None:
-            by_topic = {row.topic: row.waiting for row in topics.values()}
-            by_queue = {row.queue: row.due + row.scheduled for row in queues}
-        case (State.SENDING,), _:
-            by_topic = {row.topic: row.in_flight for row in topics.values()}
-            by_queue = {row.queue: row.sending + row.lapsed for row in queues}
-        case (State.FAILED,), _:
-            by_topic = {row.topic: row.failed for row in topics.values()}
-    counted = {name: reads.capped(messages) for name, messages in by_queue.items()}
-    return Facets(_most(by_topic, which.topic), _most(counted, which.queue))
-
-
-def _most(counts: Mapping[str, Count], chosen: str | None) -> list[tuple[str, Count | None]]:
+def most(counts: Mapping[str, Count], chosen: str | None) -> list[tuple[str, Count | None]]:
+    """Return the names with the most messages first, and the chosen one; none if there is nothing to choose from."""
     names = sorted((name for name in counts if counts[name].messages), key=lambda name: -counts[name].messages)
     shown: list[tuple[str, Count | None]] = [(name, counts[name]) for name in names[:_FACETS]]
     if chosen is not None and all(name != chosen for name, _ in shown):

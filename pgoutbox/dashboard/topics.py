@@ -65,14 +65,14 @@ async def topics(request: Request) -> Response:
             for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]
         ]
         shown = [row.topic for row in rows]
-        messages = reads.of_topics(connection, rows).values()
+        messages = reads.of_topics(connection, rows)
         return {
             "now": now,
             "topics": [(row, known.get(row.topic)) for row in rows],
             "topic_count": len(begun),
-            "rates": reads.rates(connection, shown),
+            "rates": reads.rates(connection, "topic", shown),
             "lines": ended_lines(now, ended, shown),
-            "messages": {m.id: m.redacted(dashboard.names_of(m.topic)) for m in messages},
+            "messages": {message.id: message for message in dashboard.redacted(messages)},
             "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
             "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
         }
@@ -87,8 +87,6 @@ async def topics(request: Request) -> Response:
             "problems": () if asked is None else await dashboard.findings_about("topic", asked),
             "start": start,
             "asked": asked,
-            "rate_minutes": reads.RATE_SECONDS // 60,
-            "cap": reads.GROUP_ROWS,
             "most_groups": _MAX_GROUPS,
             **await dashboard.database.read(load),
         },
@@ -99,8 +97,7 @@ def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.TopicR
     # Of more failures than were counted, a search for those of one topic could read millions of others.
     is_few = row.failed.kind == "exactly"
     found = Operator(connection).list_failures(topic=row.topic if is_few else None, newest=reads.GROUP_ROWS)
-    names = dashboard.names_of(row.topic)
-    return [group.redacted(names) for group in found if group.topic == row.topic][:_MAX_GROUPS]
+    return dashboard.redacted([group for group in found if group.topic == row.topic][:_MAX_GROUPS])
 
 
 @operators_only
@@ -180,7 +177,6 @@ async def _show(
         "names": [facts.topic for facts in known],
         "facts": None if topic is None else next(facts for facts in known if facts.topic == topic.name),
         "open": () if topic is None else open_options(topic),
-        "units": list(inputs.UNIT_SECONDS),
         "values": dict.fromkeys(_FIELDS, "") | {"unit": "minutes"} | dict(values or {}),
         "error": error,
     }

@@ -1,4 +1,4 @@
--- The given queues. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an ordering key, and
+-- The given queues, in this order. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an ordering key, and
 -- those in flight. Each lane has its own index.
 SELECT
     n.queue,
@@ -19,7 +19,7 @@ SELECT
     (
         SELECT count(*) FROM pgoutbox.worker_view AS w WHERE w.ended_at IS NULL AND n.queue = ANY (w.queues)
     ) AS serving_count
-FROM unnest(%(queues)s::text[]) AS n(queue)
+FROM unnest(%(queues)s::text[]) WITH ORDINALITY AS n(queue, place)
 CROSS JOIN LATERAL (
     SELECT
         count(*) FILTER (WHERE NOT lane.is_leased AND span.is_past) AS due,
@@ -61,4 +61,4 @@ CROSS JOIN LATERAL (
     ) AS lane(at, is_leased)
 ) AS counted
 LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
-ORDER BY n.queue COLLATE "C"
+ORDER BY n.place
