@@ -61,9 +61,8 @@ class Bulk:
 class Bulks:
     """The bulk actions of this process: at most two run, and the last twenty are kept."""
 
-    def __init__(self, database: Database, *, most: int = MAX_MESSAGES) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._most = most
         self._bulks: dict[str, Bulk] = {}
         self._lock = threading.Lock()
 
@@ -117,12 +116,12 @@ class Bulks:
             )
 
     def _work(self, operator: Operator, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
-        for batch in operator.bulk(bulk.action, bulk.which, batch_size=_BATCH, limit=self._most, **bulk.changes):
+        for batch in operator.bulk(bulk.action, bulk.which, batch_size=_BATCH, limit=MAX_MESSAGES, **bulk.changes):
             bulk.results.update(result.result for result in batch.results)
             bulk.reached_id, bulk.through_id = batch.reached_id, batch.through_id
             if bulk.stop.is_set():
                 return "stopped"
-        return "capped" if bulk.results.total() >= self._most else "done"
+        return "capped" if bulk.results.total() >= MAX_MESSAGES else "done"
 
 
 def _error_text(error: Exception) -> str:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import psycopg
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, StreamingResponse
 
 from pgoutbox.database import connections, sql
 from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
     from psycopg.rows import TupleRow
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from pgoutbox.dashboard.types import Viewer
     from pgoutbox.settings import Settings
@@ -56,9 +57,8 @@ class Follower:
 class ChangeFeed:
     """Counts the changes of one database, and notifies the followers."""
 
-    def __init__(self, settings: Settings, *, most: int = MAX_STREAMS) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._most = most
         self._followers: list[Follower] = []
         self._reader: asyncio.Task[None] | None = None
         self.changes = 0
@@ -68,8 +68,43 @@ class ChangeFeed:
         """The number of open streams."""
         return len(self._followers)
 
+    def stream(self, viewer: Viewer) -> ASGIApp:
+        """Return an event stream: `change` at each change, and a comment as heartbeat.
+
+        Ends with `replaced` if a newer stream of the same viewer replaces it. Then the browser does not reopen it.
+        """
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            with self._following(viewer) as follower:
+                response = (
+                    PlainTextResponse("too many open streams", status_code=503, headers={"Retry-After": "30"})
+                    if follower is None
+                    else StreamingResponse(
+                        self._events(follower), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+                    )
+                )
+                await response(scope, receive, send)
+
+        return answer
+
+    async def _events(self, follower: Follower) -> AsyncIterator[str]:
+        yield "retry: 5000\n\n"
+        ends_at = time.monotonic() + _LIFE_SECONDS
+        while (left_seconds := ends_at - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(min(_HEARTBEAT_SECONDS, left_seconds)):
+                    await follower.changed.wait()
+            except TimeoutError:
+                yield ": heartbeat\n\n"
+                continue
+            follower.changed.clear()
+            if follower.is_replaced:
+                yield "event: replaced\ndata:\n\n"
+                return
+            yield f"event: change\ndata: {self.changes}\n\n"
+
     @contextlib.contextmanager
-    def following(self, viewer: Viewer) -> Iterator[Follower | None]:
+    def _following(self, viewer: Viewer) -> Iterator[Follower | None]:
         """Add a follower, which gets a change at once; None if there are too many streams.
 
         Closes the oldest streams of the same browser and the same name above their limits.
@@ -79,7 +114,7 @@ class ChangeFeed:
             [other for other in self._followers if other.browser == follower.browser], _STREAMS_OF_A_BROWSER
         )
         self._make_room([other for other in self._followers if other.viewer.name == viewer.name], _STREAMS_OF_A_NAME)
-        if len(self._followers) >= self._most:
+        if len(self._followers) >= MAX_STREAMS:
             yield None
             return
         self._followers.append(follower)
@@ -127,25 +162,20 @@ class ChangeFeed:
             await connection.set_read_only(True)
             if listens:
                 await connection.execute(sql.LISTEN)
-            last: tuple[object, ...] | None = None
+            last = None
             while True:
-                pulse = await _pulse(connection)
-                if pulse != last:
+                if (pulse := await _pulse(connection)) != last:
                     last = pulse
-                    self._notify()
+                    self.changes += 1
+                    for follower in self._followers:
+                        follower.changed.set()
                 await _wait_for_poll(connection, listens=listens)
 
-    def _notify(self) -> None:
-        self.changes += 1
-        for follower in self._followers:
-            follower.changed.set()
 
-
-async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> tuple[object, ...]:
+async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> TupleRow | None:
     async with connection.transaction():
         await connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": "2s"})
-        rows = await (await connection.execute(sql.PULSE)).fetchall()
-        return tuple(rows[0])
+        return await (await connection.execute(sql.PULSE)).fetchone()
 
 
 async def _wait_for_poll(connection: psycopg.AsyncConnection[TupleRow], *, listens: bool) -> None:
@@ -160,64 +190,3 @@ async def _wait_for_poll(connection: psycopg.AsyncConnection[TupleRow], *, liste
         await asyncio.sleep(_POLL_SECONDS / 5)
         async for _ in connection.notifies(timeout=0):
             pass
-
-
-class EventStream(Response):
-    """The event stream: `change` at each change, and a comment as heartbeat.
-
-    Ends with `replaced` if a newer stream of the same viewer replaces it. Then the browser does not reopen it.
-    """
-
-    def __init__(self, feed: ChangeFeed, viewer: Viewer) -> None:
-        super().__init__()
-        self._feed = feed
-        self._viewer = viewer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._feed.following(self._viewer) as follower:
-            if follower is None:
-                refusal = PlainTextResponse("too many open streams", status_code=503, headers={"Retry-After": "30"})
-                await refusal(scope, receive, send)
-                return
-            streaming = asyncio.create_task(_stream(self._feed, follower, send))
-            leaving = asyncio.create_task(_until_disconnected(receive))
-            try:
-                await asyncio.wait((streaming, leaving), timeout=_LIFE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                is_gone = leaving.done() or (streaming.done() and not follower.is_replaced)
-            finally:
-                streaming.cancel()
-                leaving.cancel()
-                await asyncio.gather(streaming, leaving, return_exceptions=True)
-            if not is_gone:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _stream(feed: ChangeFeed, follower: Follower, send: Send) -> None:
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-store"),
-        (b"x-accel-buffering", b"no"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _write(send, "retry: 5000\n\n")
-    while True:
-        try:
-            async with asyncio.timeout(_HEARTBEAT_SECONDS):
-                await follower.changed.wait()
-        except TimeoutError:
-            await _write(send, ": heartbeat\n\n")
-            continue
-        follower.changed.clear()
-        if follower.is_replaced:
-            await _write(send, "event: replaced\ndata:\n\n")
-            return
-        await _write(send, f"event: change\ndata: {feed.changes}\n\n")
-
-
-async def _write(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -14,7 +14,6 @@ from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.database import RefusedError
 from pgoutbox.dashboard.history import percentiles
-from pgoutbox.dashboard.live import EventStream
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.doctor import verdict
@@ -25,6 +24,7 @@ from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp
 
     from pgoutbox.dashboard.types import Connection
 
@@ -331,9 +331,9 @@ async def bulk(request: Request) -> Response:
     return await render_page(request, "bulk.html", context)
 
 
-async def live(request: Request) -> Response:
+async def live(request: Request) -> ASGIApp:
     """Stream the changes."""
-    return EventStream(dashboard_of(request).feed, viewer_of(request))
+    return dashboard_of(request).feed.stream(viewer_of(request))
 
 
 ROUTES: Final = [

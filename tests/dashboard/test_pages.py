@@ -1808,7 +1808,7 @@ def test_the_number_of_concurrent_bulks_is_limited(site: Site, db: psycopg.Conne
 
 
 def test_a_bulk_ends_at_its_limit(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.dashboard.bulks, "_most", 3)
+    monkeypatch.setattr(bulk, "MAX_MESSAGES", 3)
     monkeypatch.setattr(bulk, "_BATCH", 2)
     ids = [put(db, State.FAILED) for _ in range(5)]
     page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"])
@@ -2075,7 +2075,7 @@ def test_without_viewers_nothing_is_read(site: Site, db: psycopg.Connection) -> 
 
 
 def test_too_many_streams_are_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.dashboard.feed, "_most", 1)
+    monkeypatch.setattr(live, "MAX_STREAMS", 1)
     with site.ada.stream("GET", "/live") as first:
         lines = first.iter_lines()
         next(lines)
@@ -2097,7 +2097,7 @@ def test_a_new_stream_replaces_the_oldest_of_the_same_browser(site: Site) -> Non
 def test_one_user_cannot_take_all_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_STREAMS_OF_A_BROWSER", 100)
     monkeypatch.setattr(live, "_STREAMS_OF_A_NAME", 2)
-    monkeypatch.setattr(site.dashboard.feed, "_most", 3)
+    monkeypatch.setattr(live, "MAX_STREAMS", 3)
     with ExitStack() as stack:
         for _ in range(5):
             assert stack.enter_context(site.ada.stream("GET", "/live")).status_code == 200
