@@ -12,7 +12,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeAlias, get_args
+from typing import Any, Final, ParamSpec, Self, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 from starlette.authentication import AuthCredentials, requires
@@ -20,18 +20,25 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pgoutbox.dashboard.credentials import Credentials, Person, RateLimiter, Role, Session, Sessions, people_of
+from pgoutbox.dashboard.credentials import (
+    VIEWER,
+    Credentials,
+    Person,
+    RateLimiter,
+    Role,
+    Session,
+    Sessions,
+    Viewer,
+    people_of,
+)
 from pgoutbox.dashboard.inputs import read_form
+from pgoutbox.dashboard.rendering import ROOT
 from pgoutbox.dashboard.responses import path_of
-from pgoutbox.dashboard.types import ROOT, VIEWER, Viewer
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.observability.events import LogEvent, Telemetry
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 __all__ = ["LOOPBACK_NAMES", "Access", "AccessMiddleware", "Authenticate", "Role", "Viewer", "operators_only"]
 

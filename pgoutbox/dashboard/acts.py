@@ -5,8 +5,10 @@ An action redirects to the page with its result, so a reload does not repeat the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, Literal, TypeAlias, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
@@ -16,29 +18,21 @@ from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.pages import show_message
 from pgoutbox.dashboard.rendering import link, query
-from pgoutbox.errors import MessageNotFoundError
-from pgoutbox.operations import ActResult, Operator
+from pgoutbox.errors import ArgumentError, MessageNotFoundError
+from pgoutbox.operations import ActResult, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, Act
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from typing import TypeVar
-
-    from starlette.requests import Request
-
-    from pgoutbox.operations import MessageResult
-
-    _T = TypeVar("_T")
-
+_T = TypeVar("_T")
+_Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 ROUTES: Final[list[Route]] = []
 
 
-def _form(path: str) -> Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]:
+def _form(path: str, name: str | None = None) -> Callable[[_Answer], _Answer]:
     """Answer the forms that operators send to this path."""
 
-    def register(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        ROUTES.append(Route(path, operators_only(answer), name=answer.__name__, methods=["POST"]))
+    def register(answer: _Answer) -> _Answer:
+        ROUTES.append(Route(path, operators_only(answer), name=name or answer.__name__, methods=["POST"]))
         return answer
 
     return register
@@ -47,6 +41,7 @@ def _form(path: str) -> Callable[[Callable[[Request], Awaitable[Response]]], Cal
 def _add(act: Act) -> None:
     """Answer the form of an act. It changes the message if its state is still one that the page showed."""
 
+    @_form(f"/messages/{{message_id}}/{act.name}", act.name)
     async def answer(request: Request) -> Response:
         form = await inputs.read_form(request)
         # Only a redrive depends on the state that the page showed.
@@ -56,9 +51,6 @@ def _add(act: Act) -> None:
             request,
             lambda operator, message_id: operator.act_on(act.name, message_id, states=states or None, **changes),
         )
-
-    answer.__name__ = act.name
-    _form(f"/messages/{{message_id}}/{act.name}")(answer)
 
 
 for _act_on_one in ACTS.values():
@@ -75,38 +67,26 @@ async def correct(request: Request) -> Response:
     )
 
 
-@_form("/queues/{queue}/pause")
-async def pause(request: Request) -> Response:
-    """Pause a queue, for some time or without end."""
-    queue = inputs.name_of(request, "queue")
-    duration = inputs.duration_of(await inputs.read_form(request))
-    await _act(request, lambda operator: operator.pause(queue, duration=duration))
-    return _to(request, "queues", queue=queue, done="paused")
+def _add_pause(
+    kind: Literal["queue", "topic"], pause: Callable[..., object], resume: Callable[[Operator, str], bool]
+) -> None:
+    """Answer the forms that pause a queue, or a topic in all queues, for some time or without end, and resume it."""
+
+    @_form(f"/{kind}s/{{{kind}}}/pause", f"pause_{kind}")
+    async def answer_pause(request: Request) -> Response:
+        name, duration = inputs.name_of(request, kind), inputs.duration_of(await inputs.read_form(request))
+        await _act(request, lambda operator: pause(operator, name, duration=duration))
+        return _to(request, f"{kind}s", {kind: name, "done": f"{kind}-paused"})
+
+    @_form(f"/{kind}s/{{{kind}}}/resume", f"resume_{kind}")
+    async def answer_resume(request: Request) -> Response:
+        name = inputs.name_of(request, kind)
+        was_paused = await _act(request, lambda operator: resume(operator, name))
+        return _to(request, f"{kind}s", {kind: name, "done": f"{kind}-{'resumed' if was_paused else 'not-paused'}"})
 
 
-@_form("/queues/{queue}/resume")
-async def resume(request: Request) -> Response:
-    """Resume a queue."""
-    queue = inputs.name_of(request, "queue")
-    was_paused = await _act(request, lambda operator: operator.resume(queue))
-    return _to(request, "queues", queue=queue, done="resumed" if was_paused else "not-paused")
-
-
-@_form("/topics/{topic}/pause")
-async def pause_topic(request: Request) -> Response:
-    """Pause a topic in all queues, for some time or without end."""
-    topic = inputs.name_of(request, "topic")
-    duration = inputs.duration_of(await inputs.read_form(request))
-    await _act(request, lambda operator: operator.pause_topic(topic, duration=duration))
-    return _to(request, "topics", topic=topic, done="topic-paused")
-
-
-@_form("/topics/{topic}/resume")
-async def resume_topic(request: Request) -> Response:
-    """Resume a topic."""
-    topic = inputs.name_of(request, "topic")
-    was_paused = await _act(request, lambda operator: operator.resume_topic(topic))
-    return _to(request, "topics", topic=topic, done="topic-resumed" if was_paused else "topic-not-paused")
+_add_pause("queue", Operator.pause, Operator.resume)
+_add_pause("topic", Operator.pause_topic, Operator.resume_topic)
 
 
 @_form("/queues/{queue}/rate")
@@ -115,7 +95,7 @@ async def limit_rate(request: Request) -> Response:
     queue = inputs.name_of(request, "queue")
     rate, burst = inputs.rate_of(await inputs.read_form(request))
     await _act(request, lambda operator: operator.limit_rate(queue, rate, burst=burst))
-    return _to(request, "queues", queue=queue, done="limited")
+    return _to(request, "queues", {"queue": queue, "done": "limited"})
 
 
 @_form("/queues/{queue}/in-flight")
@@ -125,20 +105,22 @@ async def limit_in_flight(request: Request) -> Response:
     form = await inputs.read_form(request)
     most = None if form.get("unlimited") else inputs.number_of(form, "in_flight", at_most=1_000_000)
     await _act(request, lambda operator: operator.limit_in_flight(queue, most))
-    return _to(request, "queues", queue=queue, done="limited")
+    return _to(request, "queues", {"queue": queue, "done": "limited"})
 
 
 @_form("/redirect")
 async def set_redirect(request: Request) -> Response:
     """Redirect e-mail of all workers, for some time or without end."""
-    target, duration, topics, exempt_topics = inputs.redirect_of(await inputs.read_form(request))
+    form = await inputs.read_form(request)
+    target, duration = inputs.text_of(form, "target") or "", inputs.duration_of(form)
+    topics, exempt_topics = inputs.names_of(form, "topics"), inputs.names_of(form, "exempt_topics")
 
     def switch(operator: Operator) -> bool:
         operator.set_redirect(target, duration=duration, topics=topics, exempt_topics=exempt_topics)
         return all(operator.is_known_topic(topic) for topic in topics)
 
     are_known = await _act(request, switch)
-    return _to_redirect(request, done="redirected" if are_known else "redirected-unknown")
+    return _to_redirect(request, "redirected" if are_known else "redirected-unknown")
 
 
 @_form("/redirect/off")
@@ -146,16 +128,16 @@ async def clear_redirect(request: Request) -> Response:
     """Switch the redirect off."""
     cleared, rest = await _act(request, lambda operator: (operator.clear_redirect(), operator.redirects()))
     done = "redirect-off" if cleared.was_on else "redirect-not-on"
-    return _to_redirect(request, done=f"{done}-workers" if rest.workers else done)
+    return _to_redirect(request, f"{done}-workers" if rest.workers else done)
 
 
 @_form("/breakers/close")
 async def close_breaker(request: Request) -> Response:
     """Close a circuit breaker, and make its messages due."""
-    key = inputs.breaker_of(await inputs.read_form(request))
+    if (key := inputs.text_of(await inputs.read_form(request), "key", at_most=inputs.MAX_KEY)) is None:
+        raise ArgumentError("key", "give the key of a circuit breaker")
     closed = await _act(request, lambda operator: operator.close_breaker(key))
-    done = "breaker-closed" if closed.was_open else "breaker-not-open"
-    return _to(request, "breakers", done=done)
+    return _to(request, "breakers", {"done": "breaker-closed" if closed.was_open else "breaker-not-open"})
 
 
 @_form("/bulk")
@@ -192,10 +174,10 @@ async def _act_on_message(request: Request, do: Callable[[Operator, int], Messag
     return RedirectResponse(path + query(done=answer.result), status_code=303)
 
 
-def _to(request: Request, page: str, **parameters: str) -> Response:
-    return RedirectResponse(f"{link(request, page)}{query(**parameters)}", status_code=303)
+def _to(request: Request, page: str, parameters: Mapping[str, str], part: str = "") -> Response:
+    return RedirectResponse(f"{link(request, page)}{query(parameters)}{part}", status_code=303)
 
 
-def _to_redirect(request: Request, *, done: str) -> Response:
+def _to_redirect(request: Request, done: str) -> Response:
     dashboard_of(request).forget()
-    return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#redirect", status_code=303)
+    return _to(request, "queues", {"done": done}, "#redirect")

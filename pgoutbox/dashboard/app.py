@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mimetypes
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import python_multipart  # noqa: F401 - Starlette needs it at the first form
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Lifespan
 
 from pgoutbox.dashboard import acts, pages, sign_in, status, topics
 from pgoutbox.dashboard.access import Access, AccessMiddleware
 from pgoutbox.dashboard.dashboard import Dashboard
 from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
 from pgoutbox.outbox import Outbox
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from starlette.requests import Request
-    from starlette.routing import BaseRoute
-    from starlette.types import Lifespan
-
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 MAX_BODY_BYTES: Final = 65_536
 

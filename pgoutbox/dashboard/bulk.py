@@ -12,19 +12,16 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import psycopg
 
-from pgoutbox.dashboard.database import RefusedError
+from pgoutbox.dashboard.credentials import Viewer
+from pgoutbox.dashboard.database import Database, RefusedError
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.operations.acts import ActArguments, ActName
-
-if TYPE_CHECKING:
-    from pgoutbox.dashboard.database import Database
-    from pgoutbox.dashboard.types import Viewer
 
 _telemetry: Final = Telemetry(logging.getLogger(__name__))
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from pgoutbox.dashboard.history import LAST_HOUR, MINUTE, MINUTES, percentiles
+from pgoutbox.dashboard import reads
+from pgoutbox.dashboard.database import Connection
+from pgoutbox.dashboard.history import LAST_HOUR, MINUTE, MINUTES, Latencies, Range, percentiles
 from pgoutbox.dashboard.rendering import format_seconds
-
-if TYPE_CHECKING:
-    from pgoutbox.dashboard.history import Latencies, Range
-    from pgoutbox.dashboard.reads import Row
-    from pgoutbox.message import State
+from pgoutbox.database import sql
+from pgoutbox.message import State
 
 _LABELS: Final = 4
 
@@ -91,7 +90,7 @@ def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> Chart:
     return Chart(label, values[-1].x, values, top, _times(slots), _since(slots, known, now), known[now])
 
 
-def marks_of(asked: Range, now: datetime, workers: Sequence[Row]) -> list[Value]:
+def marks_of(asked: Range, now: datetime, workers: Sequence[reads.Row]) -> list[Value]:
     """Return the starts and ends of these workers in a range of time."""
     begin = asked.slots(now)[0]
     moments = [
@@ -120,12 +119,12 @@ def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Co
     }
 
 
-def failures_by_topic(failed: Sequence[tuple[str, datetime, int]], now: datetime) -> list[tuple[str, int, Chart]]:
-    """Group the newest failures by topic, the largest group first, each with its line of the last hour."""
+def failures_by_topic(connection: Connection, now: datetime) -> list[tuple[str, int, Chart]]:
+    """Return the newest failures by topic, the largest group first, each with its line of the last hour."""
     last = now.astimezone(UTC).replace(second=0, microsecond=0)
     by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
-    for topic, minute, messages in failed:
-        by_minute[topic][minute] += messages
+    for topic, minute, messages in connection.execute(sql.FAILED_LATELY, {"cap": reads.CAP}):
+        by_minute[topic][minute.astimezone(UTC)] += messages
     begun = [last - age * MINUTE for age in reversed(range(MINUTES))]
     largest = sorted(by_minute.items(), key=lambda item: -item[1].total())[:20]
     return [

@@ -25,6 +25,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, people_in
 
 Role: TypeAlias = Literal["viewer", "operator"]
+VIEWER: Final = "pgoutbox.viewer"
 
 MIN_TOKEN_LENGTH: Final = 20
 MIN_PASSWORD_LENGTH: Final = 12
@@ -52,6 +53,20 @@ class Person:
     role: Role
     proof: bytes = field(repr=False)
     password_hash: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """The authenticated viewer: `request.scope["pgoutbox.viewer"]` on every page after sign-in.
+
+    The table `audit` records `origin`. Forms that POST contain `csrf_token`.
+    """
+
+    name: str
+    role: Role
+    csrf_token: str = field(default="", repr=False)
+    origin: str = ""
+    can_sign_out: bool = False
 
 
 def hash_password(password: str) -> str:

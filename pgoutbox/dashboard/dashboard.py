@@ -6,35 +6,30 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import anyio
 import psycopg
+from starlette.requests import Request
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.bulk import Bulks
-from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
+from pgoutbox.dashboard.credentials import VIEWER, Viewer
+from pgoutbox.dashboard.database import ANSWER_SECONDS, Connection, Database, UnavailableError
 from pgoutbox.dashboard.history import History
 from pgoutbox.dashboard.live import ChangeFeed
 from pgoutbox.dashboard.tabs import COUNTED, Facets, Tab, count_tabs, most
-from pgoutbox.dashboard.types import VIEWER
+from pgoutbox.database import sql
 from pgoutbox.doctor import Finding, Level, examine_delivery
+from pgoutbox.doctor.context import RankedQueue
 from pgoutbox.doctor.runner import FINDING_PROBLEMS
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.message import State
-from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, Operator
+from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFilter, Operator, Redirects
+from pgoutbox.outbox import Outbox
 from pgoutbox.redaction import redact_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from starlette.requests import Request
-
-    from pgoutbox.dashboard.types import Connection, Viewer
-    from pgoutbox.doctor.context import RankedQueue
-    from pgoutbox.operations import MessageFilter, Redirects
-    from pgoutbox.outbox import Outbox
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 # The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
@@ -93,7 +88,8 @@ class Dashboard:
     async def notices(self) -> Notices:
         """Return the redirects that are on, and whether the database is a copy, at most a second old."""
         return await self._fresh(
-            "notices", lambda connection: Notices(Operator(connection).redirects(), reads.is_copy(connection))
+            "notices",
+            lambda connection: Notices(Operator(connection).redirects(), reads.value(connection, sql.IS_COPY)),
         )
 
     async def totals(self) -> Mapping[str, Any] | None:

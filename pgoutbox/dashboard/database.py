@@ -10,21 +10,20 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import anyio
 import anyio.to_thread
 import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow
 
-from pgoutbox.dashboard.types import Connection
+from pgoutbox.dashboard.credentials import Viewer
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.connections import break_socket
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
 from pgoutbox.operations import Operator
-
-if TYPE_CHECKING:
-    from pgoutbox.dashboard.types import Viewer
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 STATEMENT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 10.0
@@ -32,6 +31,7 @@ _CHECK_FIRST: Final = "the action may have succeeded: check before you repeat it
 _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
+Connection: TypeAlias = psycopg.Connection[TupleRow]
 _T = TypeVar("_T")
 
 
@@ -52,7 +52,7 @@ class Database:
     def __init__(self, settings: Settings) -> None:
         seconds = min(settings.connect_timeout_seconds, _CONNECT_SECONDS)
         self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})
-        self._idle: list[_PooledConnection] = []
+        self._idle: list[Connection] = []
         self._lock = threading.Lock()
         # Its own limiter: pages that wait for a slow server must not use up the threads of the host application.
         self._limiter = anyio.CapacityLimiter(_AT_ONCE)
@@ -76,15 +76,15 @@ class Database:
         self, watching: Callable[[Connection], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     ) -> Iterator[Connection]:
         """Open a separate connection, for work that takes longer than a page."""
-        with operator_connection.connect(self._settings, purpose="web", watching=watching) as connection:
-            yield connection
+        opened = operator_connection.open_connection(self._settings, read_only=False, purpose="web", watching=watching)
+        with contextlib.closing(opened):
+            yield opened
 
     def close(self) -> None:
         """Close the idle connections."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for kept in idle:
-            kept.close()
+            while self._idle:
+                self._idle.pop().close()
 
     async def _answer(self, work: Callable[[_Deadline], _T], *, advice: str = "try again") -> _T:
         deadline = _Deadline()
@@ -100,26 +100,16 @@ class Database:
 
     def _read(self, load: Callable[[Connection], _T], deadline: _Deadline) -> _T:
         while True:
-            kept, is_used = self._take(deadline)
+            connection, is_used = self._take(deadline)
             try:
-                with deadline.watching(kept.connection):
-                    answer = _load(kept.connection, load)
+                with deadline.watching(connection):
+                    return _load(connection, load)
             except (psycopg.OperationalError, psycopg.InterfaceError):
-                is_lost = kept.connection.broken or kept.connection.closed
-                kept.close()
                 # It may have died while it lay idle, as all do when the server restarts.
-                if is_used and is_lost and not deadline.is_over:
-                    continue
-                raise
-            except PgOutboxError:
-                # A page that finds nothing, or refuses, leaves the connection usable.
-                self._keep(kept)
-                raise
-            except BaseException:
-                kept.close()
-                raise
-            self._keep(kept)
-            return answer
+                if not is_used or not connection.closed or deadline.is_over:
+                    raise
+            finally:
+                self._keep(connection)
 
     def _act(self, viewer: Viewer, do: Callable[[Operator], _T], deadline: _Deadline) -> _T:
         with (
@@ -130,22 +120,28 @@ class Database:
             try:
                 return do(Operator(connection, actor=viewer.name, origin=viewer.origin or None))
             except (psycopg.OperationalError, psycopg.InterfaceError):
-                if connection.broken or connection.closed:  # Perhaps with the answer to the commit.
+                if connection.closed:  # Perhaps with the answer to the commit.
                     raise UnavailableError(f"the connection to the database was lost; {_CHECK_FIRST}") from None
                 raise
 
-    def _take(self, deadline: _Deadline) -> tuple[_PooledConnection, bool]:
+    def _take(self, deadline: _Deadline) -> tuple[Connection, bool]:
+        """Return a connection, and whether it lay idle."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), True
-        return _PooledConnection(self._settings, deadline), False
+        opened = operator_connection.open_connection(
+            self._settings, read_only=True, purpose="web", watching=deadline.watching
+        )
+        opened.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        return opened, False
 
-    def _keep(self, kept: _PooledConnection) -> None:
+    def _keep(self, connection: Connection) -> None:
         with self._lock:
-            if len(self._idle) < _AT_ONCE:
-                self._idle.append(kept)
-                return
-        kept.close()
+            is_usable = connection.info.transaction_status == TransactionStatus.IDLE
+            if is_usable and len(self._idle) < _AT_ONCE:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
 
 def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
@@ -184,21 +180,6 @@ def _load(connection: Connection, load: Callable[[Connection], _T]) -> _T:
         operator_connection.prepare(connection)
         connection.execute(sql.PREPARE_PAGE)
         return load(connection)
-
-
-class _PooledConnection:
-    """An open connection, and how to close it."""
-
-    def __init__(self, settings: Settings, deadline: _Deadline) -> None:
-        with contextlib.ExitStack() as stack:
-            opened = operator_connection.connect(settings, read_only=True, purpose="web", watching=deadline.watching)
-            self.connection = stack.enter_context(opened)
-            self.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        with contextlib.suppress(psycopg.Error, OSError):
-            self._stack.close()
 
 
 class _Deadline:

@@ -11,18 +11,14 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
 
 import psycopg
 
-from pgoutbox.dashboard.database import allowing_bitmaps
+from pgoutbox.dashboard.database import Connection, allowing_bitmaps
 from pgoutbox.database import operator_connection, sql
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from pgoutbox.dashboard.types import Connection
 
 MINUTES: Final = 60
 # Of each request.

@@ -5,32 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import Final, Literal, cast
 
+from pydantic import JsonValue
 from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
-from pgoutbox.dashboard.history import RANGES
+from pgoutbox.dashboard.history import RANGES, Range
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ArgumentError, MessageNotFoundError
 from pgoutbox.message import State
-from pgoutbox.operations import Action, MessageFilter, Rate
-from pgoutbox.operations.acts import ACTS
-from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name, if_given
-
-if TYPE_CHECKING:
-    from pydantic import JsonValue
-    from starlette.requests import Request
-
-    from pgoutbox.dashboard.history import Range
-    from pgoutbox.operations import Correction
-    from pgoutbox.operations.acts import Act, ActArguments, ActName
+from pgoutbox.operations import Correction, MessageFilter, Rate
+from pgoutbox.operations.acts import ACTS, Act, ActArguments, ActName
+from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name
 
 MAX_LIMIT: Final = 100
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 # The key of a circuit breaker can be a long URL.
-_MAX_KEY: Final = 2048
+MAX_KEY: Final = 2048
 # The form of a bulk action has a field for each selected message.
 _MAX_FIELDS: Final = MAX_LIMIT + 100
 _FORM: Final = "pgoutbox.form"
@@ -64,12 +58,6 @@ def text_of(given: Given, name: str, *, at_most: int = _MAX_TEXT) -> str | None:
     if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
         raise ArgumentError(name, "contains characters that PostgreSQL cannot store")
     return value
-
-
-def _needed(given: Given, name: str, advice: str, *, at_most: int = _MAX_TEXT) -> str:
-    if (text := text_of(given, name, at_most=at_most)) is None:
-        raise ArgumentError(name, advice)
-    return text
 
 
 def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_ID) -> int | None:
@@ -130,7 +118,7 @@ def filter_of(given: Given) -> MessageFilter:
         created_from=time_of(given, "created_from"),
         created_before=time_of(given, "created_before"),
         error_group=group or None,
-        breaker=text_of(given, "breaker", at_most=_MAX_KEY),
+        breaker=text_of(given, "breaker", at_most=MAX_KEY),
         due=cast("Literal['now', 'later', 'again'] | None", choice_of(given, "due", ("now", "later", "again"))),
         ids=_ids_of(given),
     )
@@ -153,12 +141,6 @@ def asked_for(which: MessageFilter) -> dict[str, object]:
     parameters = which.given()
     group = parameters.pop("error_group", None)
     return {"state": parameters.pop("states", None), **parameters, "group": group}
-
-
-def action_of(given: Given) -> Action | None:
-    """Return the action that the audit is filtered by."""
-    value = choice_of(given, "action", [*Action])
-    return None if value is None else Action(value)
 
 
 def act_of(given: Given) -> Act:
@@ -214,11 +196,6 @@ def name_of(request: Request, kind: Literal["queue", "topic"]) -> str:
     return check_name(kind, request.path_params[kind])
 
 
-def asked_queue_of(given: Given) -> str | None:
-    """Return the queue of the query string; None if empty."""
-    return if_given(check_name, "queue", given.get("queue", "").strip() or None)
-
-
 def range_of(given: Given) -> Range:
     """Return the range of a chart."""
     return RANGES[choice_of(given, "range", RANGES) or next(iter(RANGES))]
@@ -236,19 +213,9 @@ def duration_of(form: Given) -> timedelta | None:
     return duration
 
 
-def redirect_of(form: Given) -> tuple[str, timedelta | None, list[str], list[str]]:
-    """Return the target of a redirect, its length, and its lists of topics and of exempt topics."""
-    topics, exempt_topics = (
-        [topic.strip() for topic in (text_of(form, name) or "").split(",") if topic.strip()]
-        for name in ("topics", "exempt_topics")
-    )
-    target = _needed(form, "target", "give an address, or @ and a domain")
-    return target, duration_of(form), topics, exempt_topics
-
-
-def breaker_of(form: Given) -> str:
-    """Return the key of a circuit breaker."""
-    return _needed(form, "key", "give the key of a circuit breaker", at_most=_MAX_KEY)
+def names_of(form: Given, name: str) -> list[str]:
+    """Return a list with commas."""
+    return [one.strip() for one in (text_of(form, name) or "").split(",") if one.strip()]
 
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:

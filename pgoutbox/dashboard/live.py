@@ -11,20 +11,17 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psycopg
+from psycopg.rows import TupleRow
 from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pgoutbox.dashboard.credentials import Viewer
 from pgoutbox.database import connections, sql
 from pgoutbox.observability.events import LogEvent
-
-if TYPE_CHECKING:
-    from psycopg.rows import TupleRow
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from pgoutbox.dashboard.types import Viewer
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from pgoutbox.dashboard import charts, inputs, reads
 from pgoutbox.dashboard.access import is_live, operators_only
 from pgoutbox.dashboard.bulk import MAX_MESSAGES
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
-from pgoutbox.dashboard.database import RefusedError
+from pgoutbox.dashboard.database import Connection, RefusedError
 from pgoutbox.dashboard.history import percentiles
 from pgoutbox.dashboard.rendering import link, render_page
 from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.doctor import verdict
 from pgoutbox.message import State
 from pgoutbox.operations import Action, Operator
-from pgoutbox.operations.acts import ACTS, DID
+from pgoutbox.operations.acts import ACTS
+from pgoutbox.options import check_name
 from pgoutbox.redaction import redact_text
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.types import ASGIApp
-
-    from pgoutbox.dashboard.types import Connection
-
-# The notices after an action.
-_DONE: Final[Mapping[str, str]] = {
-    "enqueued": "The message is enqueued.",
-    "duplicate": "No message was enqueued: this message has the dedupe key already.",
-    **{result: f"The message is {did}." for result, did in DID.items()},
-    "paused": "The queue is paused. Messages in flight continue.",
-    "topic-paused": "The topic is paused in all queues. Messages in flight continue.",
-    "topic-resumed": "The topic is resumed.",
-    "topic-not-paused": "The topic was not paused.",
-    "resumed": "The queue is resumed.",
-    "not-paused": "The queue was not paused.",
-    "redirected": "No worker begins to hand this e-mail over to its real recipients, except to exempt addresses.",
-    "redirected-unknown": "The redirect is on. Check the names: no worker and no message has one of the topics.",
-    "redirect-off": "The redirect is off. E-mail goes to its real recipients in two seconds, held-back messages too.",
-    "redirect-off-workers": "The redirect is off. Workers with PGOUTBOX_REDIRECT_TO, see above, keep their own.",
-    "redirect-not-on": "The redirect was not on. E-mail goes to its real recipients.",
-    "redirect-not-on-workers": "The redirect was not on. Workers with PGOUTBOX_REDIRECT_TO, see above, keep their own.",
-    "breaker-closed": "The circuit breaker is closed. Its messages are due in a second.",
-    "breaker-not-open": "The circuit breaker was not open.",
-    "limited": "The limit applies from the next claim of each worker.",
-}
 _PREVIEW: Final = 10
 # The queues on the overview.
 _QUEUES: Final = 10
@@ -68,7 +44,7 @@ async def _show(
     known = await dashboard_of(request).database.read(
         lambda connection: {"now": reads.now(connection), **load(connection)}
     )
-    return await render_page(request, template, {"notice": notice_of(request), **context, **known}, status=status)
+    return await render_page(request, template, {**context, **known}, status=status)
 
 
 async def overview(request: Request) -> Response:
@@ -92,7 +68,7 @@ async def overview(request: Request) -> Response:
             "oldest_due_at": ranked[0].oldest_due_at if ranked else None,
             "workers": workers,
             "breaker_count": reads.count_breakers(connection),
-            "failures": charts.failures_by_topic(reads.failed_lately(connection), now),
+            "failures": charts.failures_by_topic(connection, now),
             "sent_chart": charts.messages_by_time(asked, now, counts, State.SENT),
             "failed_chart": charts.messages_by_time(asked, now, failed, State.FAILED),
             "latency_chart": charts.latency(asked, now, sent, 0.95),
@@ -101,8 +77,7 @@ async def overview(request: Request) -> Response:
         }
 
     known = await dashboard.shared(asked.name, load)
-    context = {"page": "overview", "notice": notice_of(request), "asked_range": asked.name, **known}
-    return await render_page(request, "overview.html", context)
+    return await render_page(request, "overview.html", {"asked_range": asked.name, **known})
 
 
 async def messages(request: Request) -> Response:
@@ -131,7 +106,6 @@ async def messages(request: Request) -> Response:
         request,
         "messages.html",
         load,
-        page="messages",
         tabs=tabs_of(await dashboard.tabs(), which),
         facets=await dashboard.facets(which),
         which=which,
@@ -172,18 +146,13 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
         }
 
     status = 200 if refusal is None else 409
-    return await _show(request, "message.html", load, status=status, page="messages", refusal=refusal)
-
-
-def notice_of(request: Request) -> str | None:
-    """Return the notice after an act."""
-    return _DONE.get(request.query_params.get("done", ""))
+    return await _show(request, "message.html", load, status=status, refusal=refusal)
 
 
 async def queues(request: Request) -> Response:
     """Show the queues with their backlog and limits, or only the requested queue, even if it is unused."""
     given = request.query_params
-    asked, prefix = inputs.asked_queue_of(given), inputs.text_of(given, "start", at_most=63)
+    asked, prefix = inputs.text_of(given, "queue"), inputs.text_of(given, "start", at_most=63)
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
@@ -196,8 +165,8 @@ async def queues(request: Request) -> Response:
         return {"queues": found, "total": len(ranked), "lines": charts.ended_lines(now, ended, names)}
 
     if asked is not None:
-        return await _queue(request, asked)
-    return await _show(request, "queues.html", load, page="queues", prefix=prefix)
+        return await _queue(request, check_name("queue", asked))
+    return await _show(request, "queues.html", load, prefix=prefix)
 
 
 async def _queue(request: Request, name: str) -> Response:
@@ -214,7 +183,6 @@ async def _queue(request: Request, name: str) -> Response:
         request,
         "queue.html",
         load,
-        page="queues",
         problems=await dashboard_of(request).findings_about("queue", name),
         asked=name,
         asked_range=asked.name,
@@ -227,7 +195,7 @@ async def workers(request: Request) -> Response:
     def load(connection: Connection) -> dict[str, object]:
         return {"workers": reads.running_workers(connection), "running": reads.running_messages(connection)}
 
-    return await _show(request, "workers.html", load, page="workers")
+    return await _show(request, "workers.html", load)
 
 
 async def breakers(request: Request) -> Response:
@@ -237,7 +205,7 @@ async def breakers(request: Request) -> Response:
     def load(connection: Connection) -> dict[str, object]:
         return {"breakers": reads.breakers(connection, hidden)}
 
-    return await _show(request, "breakers.html", load, page="breakers")
+    return await _show(request, "breakers.html", load)
 
 
 async def failed(request: Request) -> Response:
@@ -252,21 +220,22 @@ async def failed(request: Request) -> Response:
         }
 
     retrying = next(tab for tab in await dashboard.tabs() if tab.due == "again")
-    return await _show(request, "failed.html", load, page="failed", retrying=retrying)
+    return await _show(request, "failed.html", load, retrying=retrying)
 
 
 async def audit(request: Request) -> Response:
     """List the acts of operators."""
     given = request.query_params
     limit, before_id = inputs.limit_of(given), inputs.number_of(given, "before")
-    actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
+    actor, action = inputs.text_of(given, "actor"), inputs.choice_of(given, "action", [*Action])
     dashboard = dashboard_of(request)
 
     def load(connection: Connection) -> dict[str, object]:
         operator = Operator(connection)
         if not operator.reads_audit():
             raise RefusedError("read the audit", "pgoutbox_operator")
-        found = operator.list_acts(actor=actor, action=action, before_id=before_id, limit=limit + 1)
+        kind = None if action is None else Action(action)
+        found = operator.list_acts(actor=actor, action=kind, before_id=before_id, limit=limit + 1)
         next_before = found[limit - 1].id if len(found) > limit else None
         return {"acts": dashboard.redacted(found[:limit]), "next_before": next_before}
 
@@ -274,7 +243,6 @@ async def audit(request: Request) -> Response:
         request,
         "audit.html",
         load,
-        page="audit",
         actions=list(Action),
         actor=actor,
         action=action,
@@ -308,7 +276,6 @@ async def bulk_preview(request: Request) -> Response:
         request,
         "bulk_preview.html",
         load,
-        page="messages",
         act=act,
         asked=inputs.asked_for(which),
         most=MAX_MESSAGES,
@@ -321,7 +288,6 @@ async def bulk(request: Request) -> Response:
     found = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
     is_own = viewer_of(request).role == "operator"
     context = {
-        "page": "messages",
         "bulk": found,
         "results": sorted(found.results.items()),
         "asked": inputs.asked_for(found.which),

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString, NamedTuple, TypeAlias, cast
+from itertools import groupby
+from typing import Any, Final, Literal, LiteralString, NamedTuple, TypeAlias, cast
 
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from pgoutbox.dashboard.database import allowing_bitmaps
+from pgoutbox.dashboard.database import Connection, allowing_bitmaps
+from pgoutbox.dashboard.history import Range
 from pgoutbox.database import sql
 from pgoutbox.doctor.context import RankedQueue
 from pgoutbox.message import State
@@ -19,10 +21,6 @@ from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, Operator
 from pgoutbox.operations.window import Window
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count, CountKind
-
-if TYPE_CHECKING:
-    from pgoutbox.dashboard.history import Range
-    from pgoutbox.dashboard.types import Connection
 
 CAP: Final = 10_000
 QUEUE_CAP: Final = 1_000
@@ -118,7 +116,7 @@ def rows(connection: Connection, statement: LiteralString, parameters: Mapping[s
         return cursor.execute(statement, parameters).fetchall()
 
 
-def _value(connection: Connection, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> Any:  # noqa: ANN401 - of any type of the database
+def value(connection: Connection, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> Any:  # noqa: ANN401 - of any type of the database
     """Return the only value of a statement."""
     ((found,),) = connection.execute(statement, parameters)
     return found
@@ -126,7 +124,7 @@ def _value(connection: Connection, statement: LiteralString, parameters: Mapping
 
 def now(connection: Connection) -> datetime:
     """Return the time of the database."""
-    return cast("datetime", _value(connection, sql.NOW))
+    return cast("datetime", value(connection, sql.NOW))
 
 
 def capped(messages: int, cap: int) -> Count:
@@ -183,11 +181,6 @@ def rates(connection: Connection, by: Literal["queue", "topic"], names: Sequence
         return {row["name"]: row for row in rows(connection, sql.ENDED_RATES, parameters)}
 
 
-def count_failed_of_day(connection: Connection) -> int:
-    """Return the number of messages that failed within the last day and are still failed, up to `CAP`."""
-    return int(_value(connection, sql.COUNT_FAILED_OF_DAY, {"cap": CAP}))
-
-
 def running_workers(connection: Connection) -> list[Row]:
     """Return the workers that run or hold leases, and the last run, by name."""
     return rows(connection, sql.RUNNING_WORKERS, {"cap": CAP})
@@ -195,10 +188,8 @@ def running_workers(connection: Connection) -> list[Row]:
 
 def running_messages(connection: Connection) -> dict[str, list[Row]]:
     """Return the messages in flight by worker, those that have run longest first, a few of each worker."""
-    found: dict[str, list[Row]] = {}
-    for row in rows(connection, sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING}):
-        found.setdefault(row["worker"], []).append(row)
-    return found
+    found = rows(connection, sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING})
+    return {worker: list(messages) for worker, messages in groupby(found, lambda row: str(row["worker"]))}
 
 
 def breakers(connection: Connection, hidden: Collection[str]) -> list[Row]:
@@ -220,11 +211,6 @@ def failed_by_time(connection: Connection, asked: Range, now: datetime) -> dict[
     """Return the failed messages of a range by slot, the newest `FAILED_CAP` at most."""
     parameters = {"width": asked.width.total_seconds(), "from": asked.slots(now)[0], "cap": FAILED_CAP}
     return {at.astimezone(UTC): messages for at, messages in connection.execute(sql.FAILED_BY_TIME, parameters)}
-
-
-def failed_lately(connection: Connection) -> list[tuple[str, datetime, int]]:
-    """Return the number of the newest failures by topic and minute."""
-    return [(topic, at.astimezone(UTC), n) for topic, at, n in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
 
 
 def cause_of(connection: Connection, message_id: int) -> str | None:
@@ -293,11 +279,6 @@ def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
         return None
     with allowing_bitmaps(connection):
         return operator.list_acts(message_id=message_id)
-
-
-def is_copy(connection: Connection) -> bool:
-    """Return whether the schema belongs to another database."""
-    return bool(_value(connection, sql.IS_COPY))
 
 
 def search(
@@ -436,7 +417,7 @@ def _bounds(connection: Connection, which: MessageFilter, before_id: int | None)
 
 def _first_id_since(connection: Connection, moment: datetime) -> int:
     """Return an id below which all messages were enqueued before this time, by binary search."""
-    low, high = 1, _value(connection, sql.NEWEST_ID) + 1
+    low, high = 1, value(connection, sql.NEWEST_ID) + 1
     while low < high:
         middle = (low + high) // 2
         row = connection.execute(sql.FIRST_FROM, {"id": middle}).fetchone()

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, partial
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import anyio.to_thread
 import jinja2
 from markupsafe import Markup, escape
+from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from pgoutbox.dashboard import inputs, reads
-from pgoutbox.dashboard.history import RANGES
-from pgoutbox.dashboard.types import ROOT, VIEWER
+from pgoutbox.dashboard.credentials import VIEWER
 from pgoutbox.operations import JsonText
+from pgoutbox.operations.acts import DID
 from pgoutbox.text import NAME, visible
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-
+ROOT: Final = "pgoutbox.root"
 _ISO_TIME: Final = re.compile(r"(\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?\+\d\d:\d\d)")
 _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
@@ -38,30 +36,27 @@ def link(request: Request, name: str, /, **path_params: object) -> str:
 def render(
     request: Request,
     template: str,
-    context: Mapping[str, object] | None = None,
+    context: Mapping[str, object],
     *,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
     """Render a page. The template gets the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
-
-    def link_here(name: str, /, **path_params: object) -> str:
-        return link(request, name, **path_params)
-
-    known = {"link": link_here, "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
-    text = _environment().get_template(template).render({**known, **(context or {})})
+    known = {"link": partial(link, request), "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
+    text = _environment().get_template(template).render({**known, **context})
     # PostgreSQL cannot store a lone surrogate, but a query string can contain one.
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
 
 
 async def render_page(
-    request: Request, template: str, context: Mapping[str, object] | None = None, *, status: int = 200
+    request: Request, template: str, context: Mapping[str, object], *, status: int = 200
 ) -> HTMLResponse:
     """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects
     and copies."""
     dashboard = request.app.state.dashboard
     notices, totals = await dashboard.notices(), await dashboard.totals()
-    known = {**notices._asdict(), "totals": totals, "deployment": dashboard.settings.deployment, **(context or {})}
+    own = {"totals": totals, "deployment": dashboard.settings.deployment, "done": request.query_params.get("done")}
+    known = {**notices._asdict(), **own, **context}
     return await anyio.to_thread.run_sync(lambda: render(request, template, known, status=status))
 
 
@@ -76,7 +71,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        number=format_number,
+        number="{:,.0f}".format,
         upto=format_upto,
         seconds=format_seconds,
         utc=format_utc,
@@ -87,9 +82,7 @@ def _environment() -> jinja2.Environment:
     environment.tests.update(
         queue_name=NAME.fullmatch, topic_name=NAME.fullmatch, json_text=lambda value: isinstance(value, JsonText)
     )
-    environment.globals.update(
-        query=query, ago=format_ago, reads=reads, ranges=RANGES, periods=inputs.PERIODS, units=inputs.UNIT_SECONDS
-    )
+    environment.globals.update(query=query, ago=format_ago, reads=reads, inputs=inputs, DID=DID)
     return environment
 
 
@@ -101,19 +94,8 @@ def _escape_invisible(value: Any) -> Any:  # noqa: ANN401 - Jinja passes the val
 
 def query(*parameters: Mapping[str, object], **more: object) -> str:
     """Build a query string with `?`. Later parameters replace earlier ones; None omits a parameter."""
-    merged: dict[str, object] = {}
-    for given in (*parameters, more):
-        merged.update(given)
-    pairs: list[tuple[str, str]] = []
-    for name, value in merged.items():
-        values: Sequence[object] = value if isinstance(value, list | tuple) else [value]
-        pairs += [(name, str(one)) for one in values if one is not None]
-    return f"?{urlencode(pairs)}" if pairs else "?"
-
-
-def format_number(value: float) -> str:
-    """Format a number with a comma between thousands."""
-    return f"{value:,.0f}"
+    merged = {name: value for given in (*parameters, more) for name, value in given.items()}
+    return f"?{urlencode({name: value for name, value in merged.items() if value is not None}, doseq=True)}"
 
 
 def format_upto(value: int, cap: int) -> str:

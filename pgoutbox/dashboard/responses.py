@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pgoutbox.dashboard.database import RefusedError, UnavailableError
-from pgoutbox.dashboard.rendering import render
-from pgoutbox.dashboard.types import ROOT
+from pgoutbox.dashboard.rendering import ROOT, render
 from pgoutbox.errors import ArgumentError, MessageNotFoundError, PgOutboxError, StateError
 from pgoutbox.observability.events import LogEvent, Telemetry
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -130,11 +128,7 @@ async def _answer_http(request: Request, error: HTTPException) -> Response:
 
 
 async def _answer_error(status: int, request: Request, error: PgOutboxError) -> Response:
-    return refuse(request, status, sentence(str(error)))
-
-
-async def _answer_input(request: Request, error: ArgumentError) -> Response:
-    return refuse(request, 422, str(error))
+    return refuse(request, status, str(error) if isinstance(error, ArgumentError) else sentence(str(error)))
 
 
 async def _answer_unavailable(request: Request, error: UnavailableError) -> Response:
@@ -144,7 +138,7 @@ async def _answer_unavailable(request: Request, error: UnavailableError) -> Resp
 
 EXCEPTION_HANDLERS: Final[Mapping[Any, Any]] = {
     HTTPException: _answer_http,
-    ArgumentError: _answer_input,
+    ArgumentError: partial(_answer_error, 422),
     MessageNotFoundError: partial(_answer_error, 404),
     StateError: partial(_answer_error, 409),
     RefusedError: partial(_answer_error, 403),
@@ -158,8 +152,5 @@ def sentence(text: str) -> str:
 
 
 def _place_of(error: BaseException) -> str:
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        place = f"{trace.tb_frame.f_globals.get('__name__', '?')}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{frame.f_globals.get('__name__', '?')}:{line}"

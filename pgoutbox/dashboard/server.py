@@ -7,22 +7,18 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from types import FrameType
+from typing import Final
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pgoutbox.dashboard.responses import SECURITY_HEADERS
 from pgoutbox.observability.connection_limit import ConnectionLimit
 from pgoutbox.observability.events import LogEvent, Telemetry
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from starlette.types import ASGIApp
-
-    from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings
 
 MAX_HEAD_BYTES: Final = 32_768
 REQUEST_SECONDS: Final = 10.0

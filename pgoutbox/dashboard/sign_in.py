@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pgoutbox.dashboard.access import SESSION, check_origin, cookie_of, local_path
+from pgoutbox.dashboard.access import SESSION, Access, check_origin, cookie_of, local_path
 from pgoutbox.dashboard.inputs import read_form
-from pgoutbox.dashboard.rendering import render
+from pgoutbox.dashboard.rendering import ROOT, render
 from pgoutbox.dashboard.responses import sentence
-from pgoutbox.dashboard.types import ROOT
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from pgoutbox.dashboard.access import Access
 
 
 async def show(request: Request) -> Response:

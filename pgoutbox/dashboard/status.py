@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.dashboard import dashboard_of
+from pgoutbox.dashboard.database import Connection
+from pgoutbox.database import sql
 from pgoutbox.doctor import Level, verdict
 from pgoutbox.redaction import redact_text
-from pgoutbox.text import iso_utc
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.requests import Request
-
-    from pgoutbox.dashboard.dashboard import Notices
-    from pgoutbox.dashboard.types import Connection
-    from pgoutbox.doctor import Finding
-    from pgoutbox.doctor.context import RankedQueue
+from pgoutbox.text import Count, iso_utc
 
 
 async def status(request: Request) -> Response:
@@ -33,61 +26,54 @@ async def status(request: Request) -> Response:
     notices = await dashboard.notices()
 
     def load(connection: Connection) -> dict[str, object]:
-        ranked = dashboard.ranked_queues(connection)
-        return {**_verdict(dashboard.findings(connection), notices, hidden), **_numbers(connection, ranked, hidden)}
+        now, ranked = reads.now(connection), dashboard.ranked_queues(connection)
+        findings = dashboard.findings(connection)
+        levels = {finding.level for finding in findings} | ({Level.PROBLEM} if notices.is_copy else set())
+        return {
+            "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
+            "verdict": redact_text(verdict(findings), hidden),
+            "findings": [
+                {name: getattr(finding, name) for name in ("check", "level", "code", "what", "why", "fix")}
+                | {
+                    "messages": _count(finding.messages),
+                    "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
+                }
+                for finding in findings
+            ],
+            "redirects": notices.redirects.as_json(),
+            "is_copy": notices.is_copy,
+            "time": now,
+            "messages": {state: _count(count) for state, count in reads.count_states(connection).items()},
+            "workers": [
+                _part(worker, "worker", "queues", "topics", "in_flight", "ended_at")
+                for worker in reads.running_workers(connection)
+            ],
+            "failed_of_day": reads.value(connection, sql.COUNT_FAILED_OF_DAY, {"cap": reads.CAP}),
+            "oldest_due_seconds": _waiting_seconds(ranked[0].oldest_due_at if ranked else None, now),
+            "queues": [
+                _part(queue, "queue", "paused_at", "resume_at")
+                | {
+                    "due": min(queue["due"], reads.QUEUE_CAP),
+                    "scheduled": min(queue["scheduled"], reads.QUEUE_CAP),
+                    "sending": min(queue["sending"] + queue["lapsed"], reads.QUEUE_CAP),
+                    "oldest_due_seconds": _waiting_seconds(queue["next_due_at"], now),
+                }
+                for queue in reads.queues(
+                    connection, [row.queue for row in ranked[: reads.MAX_QUEUES]], reads.QUEUE_CAP
+                )
+            ],
+            "breakers": [
+                _part(breaker, "key", "opened_at", "retry_at", "last_error")
+                for breaker in reads.breakers(connection, hidden)
+            ],
+        }
 
     body = json.dumps(await dashboard.database.read(load), default=_json_value)
     return Response(f"{body}\n", media_type="application/json")
 
 
-def _verdict(findings: Sequence[Finding], notices: Notices, hidden: Sequence[str]) -> dict[str, object]:
-    levels = {finding.level for finding in findings} | ({Level.PROBLEM} if notices.is_copy else set())
-    return {
-        "status": next((level for level in (Level.PROBLEM, Level.WARNING) if level in levels), Level.OK),
-        "verdict": redact_text(verdict(findings), hidden),
-        "findings": [
-            {name: getattr(finding, name) for name in ("check", "level", "code", "what", "why", "fix")}
-            | {
-                "messages": {"count": finding.messages.messages, "kind": finding.messages.kind},
-                "about": {name: redact_text(value, hidden) for name, value in finding.about.items()},
-            }
-            for finding in findings
-        ],
-        "redirects": notices.redirects.as_json(),
-        "is_copy": notices.is_copy,
-    }
-
-
-def _numbers(connection: Connection, ranked: Sequence[RankedQueue], hidden: Sequence[str]) -> dict[str, object]:
-    now = reads.now(connection)
-    queues = reads.queues(connection, [row.queue for row in ranked[: reads.MAX_QUEUES]], reads.QUEUE_CAP)
-    return {
-        "time": now,
-        "messages": {
-            state: {"count": count.messages, "kind": count.kind}
-            for state, count in reads.count_states(connection).items()
-        },
-        "workers": [
-            _part(worker, "worker", "queues", "topics", "in_flight", "ended_at")
-            for worker in reads.running_workers(connection)
-        ],
-        "failed_of_day": reads.count_failed_of_day(connection),
-        "oldest_due_seconds": _waiting_seconds(ranked[0].oldest_due_at if ranked else None, now),
-        "queues": [
-            _part(queue, "queue", "paused_at", "resume_at")
-            | {
-                "due": min(queue["due"], reads.QUEUE_CAP),
-                "scheduled": min(queue["scheduled"], reads.QUEUE_CAP),
-                "sending": min(queue["sending"] + queue["lapsed"], reads.QUEUE_CAP),
-                "oldest_due_seconds": _waiting_seconds(queue["next_due_at"], now),
-            }
-            for queue in queues
-        ],
-        "breakers": [
-            _part(breaker, "key", "opened_at", "retry_at", "last_error")
-            for breaker in reads.breakers(connection, hidden)
-        ],
-    }
+def _count(count: Count) -> dict[str, object]:
+    return {"count": count.messages, "kind": count.kind}
 
 
 def _part(row: reads.Row, *names: str) -> dict[str, object]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from pgoutbox.dashboard import reads
+from pgoutbox.dashboard.database import Connection
 from pgoutbox.message import State
+from pgoutbox.operations import MessageFilter
 from pgoutbox.text import Count, CountKind
-
-if TYPE_CHECKING:
-    from pgoutbox.dashboard.types import Connection
-    from pgoutbox.operations import MessageFilter
 
 _FACETS: Final = 8
 COUNTED: Final[Mapping[tuple[tuple[State, ...], reads.Part | None], tuple[str, tuple[str, ...]]]] = {

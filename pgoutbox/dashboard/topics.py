@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import anyio.to_thread
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
@@ -15,26 +17,17 @@ from pgoutbox.catalogue import describe_topics, draft_message, example_payload, 
 from pgoutbox.dashboard import inputs, reads
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.charts import ended_lines
-from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
-from pgoutbox.dashboard.pages import notice_of
+from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
+from pgoutbox.dashboard.database import Connection
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
+from pgoutbox.enqueue.calls import Enqueued
 from pgoutbox.enqueue.payloads import from_json
+from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, DedupeConflictError, UnknownTopicError
-from pgoutbox.operations import Operator
+from pgoutbox.operations import FailureGroup, Operator
 from pgoutbox.options import MAX_DESTINATION_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from starlette.requests import Request
-
-    from pgoutbox.dashboard.dashboard import Dashboard
-    from pgoutbox.dashboard.types import Connection
-    from pgoutbox.enqueue.calls import Enqueued
-    from pgoutbox.enqueue.validation import Draft
-    from pgoutbox.operations import FailureGroup
-    from pgoutbox.outbox import Outbox
-    from pgoutbox.topics import Topic
+from pgoutbox.outbox import Outbox
+from pgoutbox.topics import Topic
 
 _MAX_GROUPS: Final = 20
 _TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
@@ -81,8 +74,6 @@ async def topics(request: Request) -> Response:
         request,
         "topics.html" if asked is None else "topic.html",
         {
-            "page": "topics",
-            "notice": notice_of(request),
             "has_outbox": outbox is not None,
             "problems": () if asked is None else await dashboard.findings_about("topic", asked),
             "start": start,
@@ -172,7 +163,6 @@ async def _show(
 ) -> Response:
     known = [] if outbox is None else describe_topics(outbox)
     context = {
-        "page": "topics",
         "has_outbox": outbox is not None,
         "names": [facts.topic for facts in known],
         "facts": None if topic is None else next(facts for facts in known if facts.topic == topic.name),

@@ -28,39 +28,45 @@ Parameters = Mapping[str, object] | Sequence[object]
 
 @contextlib.contextmanager
 def connect(
-    settings: Settings,
-    *,
-    read_only: bool = False,
-    purpose: str = "cli",
-    watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
+    settings: Settings, *, read_only: bool = False, purpose: str = "cli"
 ) -> Iterator[psycopg.Connection[TupleRow]]:
     """Open a connection for the functions of `pgoutbox.operations`, and close it after the `with` block.
 
     Its transactions are READ COMMITTED, whatever the role's default is. It works through a transaction pooler, and with
-    `read_only` also on a standby. While it queries the facts of the server, `watching` may break the connection. Raises
-    `ConfigurationError` or `SchemaError` for an unsuitable server.
+    `read_only` also on a standby. Raises `ConfigurationError` or `SchemaError` for an unsuitable server.
 
         with connect(load_settings()) as connection:
             redrive(connection, [17])
     """
+    with contextlib.closing(open_connection(settings, read_only=read_only, purpose=purpose)) as connection:
+        yield connection
+
+
+def open_connection(
+    settings: Settings,
+    *,
+    read_only: bool,
+    purpose: str,
+    watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> psycopg.Connection[TupleRow]:
+    """Open a connection like `connect`. While it queries the facts of the server, `watching` may break it."""
     connection = connections.connect(
         settings.require_dsn(),
         purpose=purpose,
         connect_timeout_seconds=settings.connect_timeout_seconds,
         answer_seconds=settings.connect_timeout_seconds,
     )
-    with contextlib.closing(connection):
+    try:
         with watching(connection):
-            _check_server(connection, read_only=read_only)
-        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        connection.read_only = read_only
-        yield connection
-
-
-def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) -> None:
-    judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
-    ((found,),) = connection.execute(sql.SCHEMA_VERSION)
-    judge_schema(found)
+            judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
+            ((found,),) = connection.execute(sql.SCHEMA_VERSION)
+            judge_schema(found)
+    except BaseException:
+        connection.close()
+        raise
+    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    connection.read_only = read_only
+    return connection
 
 
 @contextlib.contextmanager

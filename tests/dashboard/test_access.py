@@ -12,9 +12,8 @@ import httpx
 import pytest
 
 from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access, Authenticate
-from pgoutbox.dashboard.credentials import RateLimiter
+from pgoutbox.dashboard.credentials import VIEWER, RateLimiter, Viewer
 from pgoutbox.dashboard.server import _RequestTimeoutProtocol
-from pgoutbox.dashboard.types import VIEWER, Viewer
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until

@@ -1387,7 +1387,9 @@ def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
     assert "paused" in get(site.vera, "/").words
     answer = site.ada.post("/queues/bulk/resume", follow_redirects=True)
     assert "The queue is resumed" in Page(answer.text).words
-    assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?queue=bulk&done=not-paused")
+    assert (
+        site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?queue=bulk&done=queue-not-paused")
+    )
 
 
 def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
@@ -2403,7 +2405,7 @@ def test_a_viewer_sees_the_redirect_and_cannot_switch_it(site: Site, db: psycopg
 
 
 WRONG_REDIRECTS: Final = [
-    ({"target": ""}, "target: give an address, or @ and a domain"),
+    ({"target": ""}, "target: is empty; give an address, or @ and a domain"),
     ({"target": "tester"}, "target: has no @; give an address, or @ and a domain"),
     ({"target": "a@b.example", "duration": "99999", "unit": "days"}, "duration: at most 3650 days"),
     ({"target": "a@b.example", "topics": "mail.*,Club"}, "topics: &#39;Club&#39; is not a topic"),

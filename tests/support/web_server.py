@@ -19,9 +19,9 @@ from starlette.routing import Mount, Route
 from pgoutbox.dashboard import dashboard, database
 from pgoutbox.dashboard.access import Access, operators_only
 from pgoutbox.dashboard.app import protect
+from pgoutbox.dashboard.credentials import VIEWER
 from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.server import Server
-from pgoutbox.dashboard.types import VIEWER
 from tests.support import outbox_actions
 from tests.support.settings import settings_with
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
