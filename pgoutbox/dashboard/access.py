@@ -12,7 +12,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Final, ParamSpec, Self, TypeAlias, get_args
+from typing import Any, Final, Self, TypeAlias, get_args
 from urllib.parse import quote, urlsplit
 
 from starlette.authentication import AuthCredentials, requires
@@ -23,6 +23,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pgoutbox.dashboard.credentials import (
+    SESSION,
     VIEWER,
     Credentials,
     Person,
@@ -43,17 +44,12 @@ from pgoutbox.settings import Settings
 __all__ = ["LOOPBACK_NAMES", "Access", "AccessMiddleware", "Authenticate", "Role", "Viewer", "operators_only"]
 
 LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
-SESSION: Final = "pgoutbox.session"
 _LIVE_HEADER: Final = "x-pgoutbox-live"
 
 Authenticate: TypeAlias = Callable[[Request], "Viewer | Awaitable[Viewer | None] | None"]
 
-_Arguments = ParamSpec("_Arguments")
-
-
-def operators_only(page: Callable[_Arguments, Any]) -> Callable[_Arguments, Any]:
-    """Allow only operators on a page; others get 403."""
-    return requires("operator")(page)
+operators_only: Final = requires("operator")
+"""Allow only operators on a page; others get 403."""
 
 
 class Access:
@@ -68,7 +64,6 @@ class Access:
         *,
         people: Collection[Person] = (),
         authenticate: Authenticate | None = None,
-        everybody: Role | None = None,
         hosts: Collection[str] = (),
     ) -> None:
         given = settings.web.secret
@@ -80,7 +75,6 @@ class Access:
             max_seconds=settings.web.session_max_seconds,
         )
         self.authenticate: Final = authenticate
-        self.everybody: Final = everybody
         self.has_sign_in: Final = bool(people)
         named = [name.strip().lower() for name in (settings.web.hosts or "").split(",") if name.strip()]
         self.hosts: Final = frozenset(hosts) | frozenset(named)
@@ -90,9 +84,6 @@ class Access:
         # Addresses that have signed in with a password: guesses from elsewhere do not lock them out.
         self._known_addresses: Final[deque[str]] = deque(maxlen=1_000)
         self._telemetry: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
 
     @classmethod
     def from_settings(cls, settings: Settings, *, hosts: Collection[str] = ()) -> Self:
@@ -121,13 +112,11 @@ class Access:
     @classmethod
     def open_to_all(cls, role: Role, settings: Settings, *, hosts: Collection[str] = LOOPBACK_NAMES) -> Self:
         """Require no sign-in: every request has this role. For your own machine only."""
-        return cls(settings, everybody=role, hosts=hosts)
+        return cls(settings, authenticate=lambda _: Viewer("anyone", role), hosts=hosts)
 
     async def identify(self, request: Request) -> Viewer | None:
         """Return the viewer, or None if nobody has signed in. The forms of a browser need the viewer's CSRF token."""
         origin, token = f"web {address_of(request)}", _bearer_of(request)
-        if self.everybody is not None:
-            return self._with_csrf_token(Viewer("anyone", self.everybody, origin=origin))
         if self.authenticate is not None:
             answered = self.authenticate(request)
             viewer = await answered if inspect.isawaitable(answered) else answered
@@ -136,8 +125,8 @@ class Access:
             if not viewer.name.strip() or viewer.role not in get_args(Role):
                 text = f"the application signed you in as {viewer.name!r} with the role {viewer.role!r}"
                 raise HTTPException(403, f"{text}: it must give a name, and the role viewer or operator")
-            viewer = dataclasses.replace(viewer, csrf_token="", origin=viewer.origin or origin, can_sign_out=False)
-            return self._with_csrf_token(viewer) if token is None else viewer
+            csrf_token = self.sessions.csrf_token(viewer.role, viewer.name) if token is None else ""
+            return dataclasses.replace(viewer, csrf_token=csrf_token, origin=viewer.origin or origin)
         if token is not None:
             person = await self.check_secret(request, token)
             return Viewer(person.name, person.role, origin=origin)
@@ -146,10 +135,7 @@ class Access:
             return None
         request.scope[SESSION] = session
         csrf_token = self.sessions.csrf_token(session.id)
-        return Viewer(session.person.name, session.person.role, csrf_token, origin, can_sign_out=True)
-
-    def _with_csrf_token(self, viewer: Viewer) -> Viewer:
-        return dataclasses.replace(viewer, csrf_token=self.sessions.csrf_token(viewer.role, viewer.name))
+        return Viewer(session.person.name, session.person.role, csrf_token, origin)
 
     async def check_secret(self, request: Request, secret: str, *, name: str | None = None) -> Person:
         """Return the owner of a token, or with `name` also of a password.

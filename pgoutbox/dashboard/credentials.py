@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -26,6 +26,7 @@ from pgoutbox.settings import Settings, people_in
 
 Role: TypeAlias = Literal["viewer", "operator"]
 VIEWER: Final = "pgoutbox.viewer"
+SESSION: Final = "pgoutbox.session"
 
 MIN_TOKEN_LENGTH: Final = 20
 MIN_PASSWORD_LENGTH: Final = 12
@@ -66,7 +67,6 @@ class Viewer:
     role: Role
     csrf_token: str = field(default="", repr=False)
     origin: str = ""
-    can_sign_out: bool = False
 
 
 def hash_password(password: str) -> str:
@@ -266,23 +266,15 @@ class RateLimiter:
     customer usually has a whole /64.
     """
 
-    def __init__(
-        self,
-        *,
-        burst: int,
-        interval_seconds: float,
-        capacity: int = 10_000,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, burst: int, interval_seconds: float, capacity: int = 10_000) -> None:
         self._slack_seconds = burst * interval_seconds
         self._interval_seconds = interval_seconds
         self._capacity = capacity
-        self._clock = clock
         self._full_until: OrderedDict[str, float] = OrderedDict()
 
     def take(self, address: str) -> float:
         """Count a try, and return the seconds to wait; 0 if it is allowed."""
-        key, now = _network_of(address), self._clock()
+        key, now = _network_of(address), time.monotonic()
         full_until = max(self._full_until.get(key, now), now) + self._interval_seconds
         if full_until - now > self._slack_seconds:
             return full_until - now - self._slack_seconds
@@ -297,9 +289,6 @@ class RateLimiter:
         key = _network_of(address)
         if key in self._full_until:
             self._full_until[key] -= self._interval_seconds
-
-    def __len__(self) -> int:
-        return len(self._full_until)
 
 
 def _network_of(address: str) -> str:

@@ -252,9 +252,7 @@ def _count_back(
 
 def percentiles(slots: Iterable[Latencies], shares: Iterable[float]) -> list[float | None]:
     """Return percentiles of the latency in seconds, at most a few per cent too high."""
-    total: Latencies = Counter()
-    for slot in slots:
-        total.update(slot)
+    total = sum(slots, Latencies())
     return [_percentile(total, share) for share in shares]
 
 

@@ -19,6 +19,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import Correction, MessageFilter, Rate
 from pgoutbox.operations.acts import ACTS, Act, ActArguments, ActName
 from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name
+from pgoutbox.text import check_storable
 
 MAX_LIMIT: Final = 100
 _USUAL_LIMIT: Final = 50
@@ -55,8 +56,7 @@ def text_of(given: Given, name: str, *, at_most: int = _MAX_TEXT) -> str | None:
         return None
     if len(value) > at_most:
         raise ArgumentError(name, f"longer than {at_most} characters")
-    if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ArgumentError(name, "contains characters that PostgreSQL cannot store")
+    check_storable(name, value)
     return value
 
 

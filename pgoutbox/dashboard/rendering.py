@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from pgoutbox.dashboard import inputs, reads
-from pgoutbox.dashboard.credentials import VIEWER
+from pgoutbox.dashboard.credentials import SESSION, VIEWER
 from pgoutbox.operations import JsonText
 from pgoutbox.operations.acts import DID
 from pgoutbox.text import NAME, visible
@@ -42,7 +42,13 @@ def render(
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
     """Render a page. The template gets the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
-    known = {"link": partial(link, request), "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
+    scope = request.scope
+    known = {
+        "link": partial(link, request),
+        "root": scope[ROOT],
+        "viewer": scope.get(VIEWER),
+        "can_sign_out": SESSION in scope,
+    }
     text = _environment().get_template(template).render({**known, **context})
     # PostgreSQL cannot store a lone surrogate, but a query string can contain one.
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from pgoutbox.dashboard.access import SESSION, Access, check_origin, cookie_of, local_path
+from pgoutbox.dashboard.access import Access, check_origin, cookie_of, local_path
+from pgoutbox.dashboard.credentials import SESSION
 from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.rendering import ROOT, render
 from pgoutbox.dashboard.responses import sentence
