@@ -21,7 +21,6 @@ from pgoutbox.dashboard import create_app
 from pgoutbox.dashboard.database import STATEMENT_SECONDS
 from pgoutbox.dashboard.reads import CAP, EACH_QUEUE, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS
 from pgoutbox.database import sql
-from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
 
@@ -198,7 +197,6 @@ async def _time_pages(dsn: str, count: int) -> tuple[dict[str, list[float]], dic
 
 def _looks(count: int) -> dict[str, dict[str, object]]:
     nowhere = MessageFilter(topic="no.such")
-    failed = MessageFilter(states=(State.FAILED,), error_group="0" * 12)
     search = {"before_id": None, "not_below_id": None, "limit": 51}
     names = [*_QUEUES, *(f"tenant-{number}" for number in range(5_000))]
     return {
@@ -213,10 +211,8 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "RUNNING_MESSAGES": {"cap": CAP, "limit": 20},
         "FAILED_LATELY": {"cap": CAP},
         "LIST_FAILURES": {"topic": None, "seconds": None, "cap": GROUP_ROWS, "limit": 100},
-        "SEARCH_MESSAGES": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
-        "SEARCHED": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
-        "COUNT_SEARCHED": {**failed.parameters(), **search, "rows": GROUP_ROWS},
-        "SEARCH_SENDING": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
+        "SEARCH_WINDOW": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
+        "IN_FLIGHT_IDS": {"ids": None, "rows": SEARCH_ROWS},
         "SEARCH_AHEAD": {**nowhere.parameters(), "after_id": 0, "through_id": count, "rows": 20_000},
         "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
         "FIRST_FROM": {"id": count // 2},

@@ -169,7 +169,7 @@ async def _act_on_message(request: Request, do: Callable[[Operator, int], Messag
     if answer.result == ActResult.MISSING:
         raise MessageNotFoundError(f"no such message: {answer.id}")
     if not answer.is_done:
-        return await show_message(request, answer.id, refusal=f"Message {answer.id} {answer.explanation}.")
+        return await show_message(request, answer.id, f"Message {answer.id} {answer.explanation}.")
     path = link(request, "message", message_id=answer.other_id or answer.id)
     return RedirectResponse(path + query(done=answer.result), status_code=303)
 

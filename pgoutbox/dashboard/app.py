@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mimetypes
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Final
 
@@ -74,18 +75,14 @@ def protect(
 def _static_routes() -> list[Route]:
     """Return a route for each static file. They are read now: later an upgrade may replace or remove them."""
     folder = files("pgoutbox.dashboard") / "static"
-    return [Route(f"/{file.name}", _serving(file.name, file.read_bytes())) for file in folder.iterdir()]
+    return [Route(f"/{file.name}", partial(_serve, file.name, file.read_bytes())) for file in folder.iterdir()]
 
 
-def _serving(name: str, content: bytes) -> Callable[[Request], Awaitable[Response]]:
+async def _serve(name: str, content: bytes, request: Request) -> Response:
     etag = f'"{hashlib.sha256(content).hexdigest()}"'
-
-    async def serve(request: Request) -> Response:
-        if etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers={"etag": etag})
-        return Response(content, media_type=mimetypes.guess_type(name)[0], headers={"etag": etag})
-
-    return serve
+    if etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"etag": etag})
+    return Response(content, media_type=mimetypes.guess_type(name)[0], headers={"etag": etag})
 
 
 async def _check_health(request: Request) -> Response:  # noqa: ARG001 - the signature is Starlette's

@@ -20,6 +20,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import argon2
 import itsdangerous
+from pydantic import SecretStr
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, people_in
@@ -99,16 +100,17 @@ def _matches(hashed: str, password: str) -> bool:
 def people_of(settings: Settings) -> tuple[Person, ...]:
     """Return the people in the settings. Raises `ConfigurationError` with the variable, and never with a secret."""
     people: list[Person] = []
-    for variable, given, role in (
-        ("PGOUTBOX_WEB_VIEWER_TOKENS", settings.web.viewer_tokens, "viewer"),
-        ("PGOUTBOX_WEB_OPERATOR_TOKENS", settings.web.operator_tokens, "operator"),
-    ):
+    tokens: dict[Role, SecretStr | None] = {
+        "viewer": settings.web.viewer_tokens,
+        "operator": settings.web.operator_tokens,
+    }
+    for role, given in tokens.items():
         entries = people_in(given.get_secret_value()) if given is not None else []
         for number, (name, secret) in enumerate(entries, start=1):
             try:
-                people.append(_person_of(name, secret, "viewer" if role == "viewer" else "operator"))
+                people.append(_person_of(name, secret, role))
             except ValueError as error:
-                raise ConfigurationError(f"{variable}: entry {number} {error}") from None
+                raise ConfigurationError(f"PGOUTBOX_WEB_{role.upper()}_TOKENS: entry {number} {error}") from None
     for what, values in (("name", [p.name for p in people]), ("token", [p.proof for p in people])):
         if len(set(values)) < len(values):
             raise ConfigurationError(

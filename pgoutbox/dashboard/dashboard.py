@@ -117,12 +117,9 @@ class Dashboard:
             "breakers": reads.count_breakers(connection),
         }
 
-    async def findings_about(self, what: Literal["queue", "topic"], name: str) -> list[Finding]:
+    def findings_about(self, connection: Connection, what: Literal["queue", "topic"], name: str) -> list[Finding]:
         """Return the findings about a queue or a topic, at most five seconds old."""
-        checks = _CHECKS_ABOUT[what]
-        found = await self.database.read(
-            lambda connection: self.findings(connection, checks, seconds=_FRESH_TOTALS_SECONDS)
-        )
+        found = self.findings(connection, _CHECKS_ABOUT[what], seconds=_FRESH_TOTALS_SECONDS)
         return [finding for finding in found if finding.about.get(what) == name]
 
     def findings(
@@ -144,31 +141,28 @@ class Dashboard:
         """Return the queues of so many seconds ago at most, late ones first: the parts of a page share them."""
         return self._kept("ranked queues", seconds, lambda: reads.rank_queues(connection))
 
-    async def tabs(self) -> list[Tab]:
+    def tabs(self, connection: Connection) -> list[Tab]:
         """Return the tabs of the messages with their counts, at most a second old."""
-        return await self._fresh("tabs", count_tabs)
+        return self._kept("tabs", _FRESH_SECONDS, lambda: count_tabs(connection))
 
-    async def topics(self, *, seconds: float = _FRESH_SECONDS) -> reads.Topics:
+    def topics(self, connection: Connection, *, seconds: float = _FRESH_SECONDS) -> reads.Topics:
         """Return the topics with messages, at most so many seconds old."""
-        return await self._fresh(
-            "topics",
-            lambda connection: reads.topics(connection, self.ranked_queues(connection, seconds=seconds)),
-            seconds=seconds,
+        return self._kept(
+            "topics", seconds, lambda: reads.topics(connection, self.ranked_queues(connection, seconds=seconds))
         )
 
-    async def facets(self, which: MessageFilter) -> Facets:
+    def facets(self, connection: Connection, which: MessageFilter) -> Facets:
         """Return the topics and queues to choose from for this filter, at most five seconds old."""
         of_topic, of_queue = COUNTED.get((tuple(which.states), which.due), ("", ()))
         seconds = _FRESH_TOTALS_SECONDS
         topics: Mapping[str, reads.TopicRow] = {}
         queues: Sequence[reads.Row] = ()
         if of_topic in ("due", "waiting"):
-            topics = (await self.topics(seconds=seconds)).rows
+            topics = self.topics(connection, seconds=seconds).rows
         elif of_topic:
-            held = await self._fresh("held topics", lambda connection: reads.topics(connection, ()), seconds=seconds)
-            topics = held.rows
+            topics = self._kept("held topics", seconds, lambda: reads.topics(connection, ())).rows
         if of_queue:
-            queues = await self._fresh("queues", self._few_queues, seconds=seconds)
+            queues = self._kept("queues", seconds, lambda: self._few_queues(connection))
         by_topic = {name: getattr(row, of_topic) for name, row in topics.items()}
         by_queue = {row["queue"]: reads.capped(sum(row[name] for name in of_queue), reads.QUEUE_CAP) for row in queues}
         return {"topic": most(by_topic, which.topic), "queue": most(by_queue, which.queue)}

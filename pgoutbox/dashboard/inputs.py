@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from pgoutbox.dashboard.history import RANGES, Range
+from pgoutbox.dashboard.reads import MAX_SHOWN
 from pgoutbox.enqueue.payloads import from_json
 from pgoutbox.errors import ArgumentError, MessageNotFoundError
 from pgoutbox.message import State
@@ -21,7 +22,7 @@ from pgoutbox.operations.acts import ACTS, Act, ActArguments, ActName
 from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name
 from pgoutbox.text import check_storable
 
-MAX_LIMIT: Final = 100
+MAX_LIMIT: Final = MAX_SHOWN
 _USUAL_LIMIT: Final = 50
 _MAX_TEXT: Final = 500
 # The key of a circuit breaker can be a long URL.
@@ -201,15 +202,15 @@ def range_of(given: Given) -> Range:
     return RANGES[choice_of(given, "range", RANGES) or next(iter(RANGES))]
 
 
-def duration_of(form: Given) -> timedelta | None:
-    """Return the length of a pause or a redirect; None means without an end."""
-    count = number_of(form, "duration", at_most=100_000)
+def duration_of(form: Given, name: str = "duration", *, at_least: int = 1) -> timedelta | None:
+    """Return the length of a pause, a redirect or a delay; None if empty."""
+    count = number_of(form, name, at_least=at_least, at_most=1_000_000)
     unit = choice_of(form, "unit", UNIT_SECONDS) or "minutes"
     if count is None:
         return None
     duration = timedelta(seconds=count * UNIT_SECONDS[unit])
     if duration > _MAX_PAUSE:
-        raise ArgumentError("duration", f"at most {_MAX_PAUSE.days} days")
+        raise ArgumentError(name, f"at most {_MAX_PAUSE.days} days")
     return duration
 
 

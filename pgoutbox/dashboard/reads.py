@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Final, Literal, LiteralString, NamedTuple, TypeAlias, cast
 
 import psycopg
-from psycopg.rows import TupleRow, dict_row
+from psycopg.rows import dict_row
 
 from pgoutbox.dashboard.database import Connection, allowing_bitmaps
 from pgoutbox.dashboard.history import Range
@@ -43,6 +43,7 @@ MAX_BREAKERS: Final = 75
 EACH_QUEUE: Final[dict[str, Any]] = {"prefix": "", "queues": QUEUE_NAMES, "rows": QUEUE_CAP}
 _RUNNING: Final = 5
 MAX_GROUPS: Final = 60
+MAX_SHOWN: Final = 100
 _SUPERSEDED: Final = 20
 
 # Ids are drawn in the order of enqueue, but a message is dated by the start of its transaction.
@@ -96,11 +97,13 @@ class Found:
 
 
 class Near(NamedTuple):
-    """The numbers of matches among the newest rows by state, with the newest one; and whether those are all rows there
-    are.
+    """The numbers of matches among the newest rows by state, with the newest one, and the newest `MAX_SHOWN` of all.
+
+    With `is_all` those are all rows there are.
     """
 
-    states: dict[State, tuple[int, int]]
+    states: dict[str, tuple[int, int]]
+    ids: list[int]
     looked_at: int
     is_all: bool
 
@@ -254,8 +257,7 @@ def topics(connection: Connection, ranked: Sequence[RankedQueue]) -> Topics:
 
 def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> list[ListedMessage]:
     """Return the messages that the rows name."""
-    ids = {wanted for row in rows for wanted in (row.first_id, *row.error_ids) if wanted is not None}
-    return search(connection, MessageFilter(ids=tuple(sorted(ids))), limit=len(ids)).messages if ids else []
+    return listed(connection, {one for row in rows for one in (row.first_id, *row.error_ids) if one is not None})
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:
@@ -281,6 +283,11 @@ def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
         return operator.list_acts(message_id=message_id)
 
 
+def listed(connection: Connection, ids: Collection[int]) -> list[ListedMessage]:
+    """Return these messages, newest first, with the reasons why they wait."""
+    return Operator(connection).list_messages(MessageFilter(ids=tuple(ids)), limit=len(ids)) if ids else []
+
+
 def search(
     connection: Connection,
     which: MessageFilter,
@@ -295,105 +302,89 @@ def search(
     Searches until the page is full, or `SEARCH_SECONDS` have passed, or, if brief, `rows_of(which)` rows are read. With
     `names_of` a text is only found where it is visible without the values of these names.
     """
-    # Messages in flight have an index of their own.
-    held_only = set(which.states) == {State.SENDING} and which.error_group is None
-    messages: list[ListedMessage] = []
-
-    def read(asked: dict[str, object]) -> tuple[list[TupleRow], int | None]:
-        if held_only:
-            return connection.execute(sql.SEARCH_SENDING, asked | {"rows": rows_of(which)}).fetchall(), None
-        ended_at = connection.execute(sql.SEARCHED, asked).fetchone()
-        return connection.execute(sql.SEARCH_MESSAGES, asked).fetchall(), None if ended_at is None else ended_at[0]
-
+    ids: list[int] = []
+    looked_at = 0
     # Hidden matches leave room for others of the same rows.
     most_matches = limit + 1 if names_of is None or which.text is None else None
-    looked_at = 0
-    for found, next_before, looked_at in _windows(
-        connection, which, {"before_id": before_id, "limit": most_matches}, read
-    ):
+    for found, next_before, looked_at in _windows(connection, which, before_id, most_matches):
         before_id = next_before
-        matches = [ListedMessage(*row)._replace(state=State(row[4])) for row in found]
-        messages += _visible(connection, matches, which.text, names_of)
-        if len(messages) > limit or (is_brief and looked_at >= rows_of(which)):
+        matches = sorted((one for row in found for one in row["ids"] or ()), reverse=True)
+        ids += _visible(connection, matches, which.text, names_of)
+        if len(ids) > limit or (is_brief and looked_at >= rows_of(which)):
             break
-    is_full = len(messages) > limit
+    is_full = len(ids) > limit
     return Found(
-        Operator(connection).with_waits(messages[:limit]),
-        messages[limit - 1].id if is_full else before_id,
+        listed(connection, ids[:limit]),
+        ids[limit - 1] if is_full else before_id,
         None if is_full else looked_at,
         is_deep=looked_at > rows_of(which),
     )
 
 
-def _visible(
-    connection: Connection, matches: list[ListedMessage], text: str | None, names_of: NamesOf | None
-) -> list[ListedMessage]:
-    """Return the matches whose text is visible. The schema knows no names of a topic: a viewer could guess their values
-    letter by letter."""
-    if text is None or names_of is None:
-        return matches
-    doubtful = []
-    for match in matches:
+def _visible(connection: Connection, ids: list[int], text: str | None, names_of: NamesOf | None) -> list[int]:
+    """Return the messages whose text is visible. The schema knows no names of a topic: a viewer could guess their
+    values letter by letter."""
+    if text is None or names_of is None or not ids:
+        return ids
+    asked = MessageFilter(ids=ids).parameters() | {"before_id": None, "limit": len(ids)}
+    doubtful: set[int] = set()
+    for row in connection.execute(sql.LIST_MESSAGES, asked).fetchall():
+        match = ListedMessage(*row)
         shown = match.redacted(names_of(match.topic))
         texts = "\n".join(filter(None, (shown.destination, shown.skip_reason, shown.last_error)))
         if shown != match and text.lower() not in texts.lower():
-            doubtful.append(match.id)
-    if not doubtful:
-        return matches
-    keyed = {row[0] for row in connection.execute(sql.SEARCH_KEYS, {"ids": doubtful, "text": text})}
-    return [match for match in matches if match.id not in doubtful or match.id in keyed]
+            doubtful.add(match.id)
+    keyed = {row[0] for row in connection.execute(sql.SEARCH_KEYS, {"ids": list(doubtful), "text": text})}
+    return [one for one in ids if one not in doubtful or one in keyed]
 
 
 def count_near(connection: Connection, which: MessageFilter) -> Near:
     """Count the matches among the newest rows: `rows_of(which)`, or as many as are read in `SEARCH_SECONDS`."""
-    states: dict[State, tuple[int, int]] = {}
-
-    def read(asked: dict[str, object]) -> tuple[list[TupleRow], int | None]:
-        found = connection.execute(sql.COUNT_SEARCHED, asked).fetchall()
-        is_full = sum(row_count for *_, row_count, _ in found) == asked["rows"]
-        return found, min(last_id for *_, last_id in found) if is_full else None
-
-    is_all, looked_at = False, 0
-    for found, next_before, looked_at in _windows(connection, which, {"before_id": None}, read):
-        is_all = next_before is None
-        for state, matching, newest_id, _, _ in found:
-            before, newest_before = states.get(State(state), (0, newest_id))
-            if matching:
-                states[State(state)] = before + matching, newest_before
+    near = Near({}, [], 0, is_all=False)
+    for found, next_before, looked_at in _windows(connection, which, None, MAX_SHOWN):
+        for row in found:
+            before, newest_id = near.states.get(row["state"], (0, row["ids"] and row["ids"][0]))
+            if row["matching"]:
+                near.states[row["state"]] = before + row["matching"], newest_id
+        ids = sorted((one for row in found for one in row["ids"] or ()), reverse=True)
+        near = Near(near.states, [*near.ids, *ids][:MAX_SHOWN], looked_at, next_before is None)
         if looked_at >= rows_of(which):
             break
-    return Near(states, looked_at, is_all)
+    return near
 
 
 def _windows(
-    connection: Connection,
-    which: MessageFilter,
-    asked: Mapping[str, Any],
-    read: Callable[[dict[str, object]], tuple[list[TupleRow], int | None]],
-) -> Iterator[tuple[list[TupleRow], int | None, int]]:
-    """Yield what `read` finds in windows of rows, the newest ones first, until there are no more, or for a time.
+    connection: Connection, which: MessageFilter, before_id: int | None, most_matches: int | None
+) -> Iterator[tuple[list[Row], int | None, int]]:
+    """Search windows of rows, the newest ones first, until there are no more, or for a time.
 
-    `read` returns the id below which the next window begins; None at the end. With both this yields the number of rows
-    read so far. The first windows end exactly after `rows_of(which)` rows.
+    Yields what a window contains by state, the id below which the next window begins, None at the end, and the number
+    of rows read so far. The first windows end exactly after `rows_of(which)` rows.
     """
     over_at = time.monotonic() + SEARCH_SECONDS
-    before_id, not_below_id = _bounds(connection, which, asked["before_id"])
-    parameters = {**which.parameters(), **asked, "not_below_id": not_below_id}
+    before_id, not_below_id = _bounds(connection, which, before_id)
+    parameters = {**which.parameters(), "not_below_id": not_below_id, "limit": most_matches}
     most, looked_at = rows_of(which), 0
+    if set(which.states) == {State.SENDING}:
+        # They are few, and have an index of their own.
+        held = connection.execute(sql.IN_FLIGHT_IDS, parameters | {"rows": most})
+        parameters["ids"] = [row[0] for row in held.fetchall()]
     window = Window(most)
     while True:
-        rows = min(window.rows, most - looked_at) if looked_at < most else window.rows
+        size = min(window.rows, most - looked_at) if looked_at < most else window.rows
         try:
             with window.read(), connection.transaction():
-                found, before_id = read(parameters | {"before_id": before_id, "rows": rows})
+                found = rows(connection, sql.SEARCH_WINDOW, parameters | {"before_id": before_id, "rows": size})
         except psycopg.errors.QueryCanceled:
-            if rows == 1:
+            if size == 1:
                 raise
             # A search that has read nothing has nowhere to continue.
             if looked_at and time.monotonic() >= over_at:
                 return
             continue
-        looked_at += rows
+        looked_at += size
+        is_full = sum(row["row_count"] for row in found) == size
+        before_id = min(row["last_id"] for row in found) if is_full else None
         yield found, before_id, looked_at
         if before_id is None or time.monotonic() >= over_at:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -19,10 +19,10 @@ from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.charts import ended_lines
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import Connection
+from pgoutbox.dashboard.pages import Context, show
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
 from pgoutbox.enqueue.calls import Enqueued
 from pgoutbox.enqueue.payloads import from_json
-from pgoutbox.enqueue.validation import Draft
 from pgoutbox.errors import ArgumentError, ConfigurationError, DedupeConflictError, UnknownTopicError
 from pgoutbox.operations import FailureGroup, Operator
 from pgoutbox.options import MAX_DESTINATION_BYTES
@@ -37,10 +37,15 @@ _FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
 async def topics(request: Request) -> Response:
     """List the topics of the application and those with messages, or show only the requested one."""
     asked = inputs.text_of(request.query_params, "topic")
+    return await show(request, "topics.html" if asked is None else "topic.html", _topics)
+
+
+def _topics(request: Request, connection: Connection) -> Context:
+    asked = inputs.text_of(request.query_params, "topic")
     start = inputs.text_of(request.query_params, "start") or ""
     dashboard = dashboard_of(request)
     outbox = dashboard.outbox
-    found = await dashboard.topics()
+    found = dashboard.topics(connection)
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
 
     def rank(name: str) -> tuple[bool, bool, bool]:
@@ -49,39 +54,27 @@ async def topics(request: Request) -> Response:
         needs_a_look = row is not None and bool(row.due.messages or row.failed.messages)
         return not needs_a_look, row is None, name in known and known[name].handler is not None
 
-    def load(connection: Connection) -> dict[str, object]:
-        ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
-        names = {*known, *found.rows, *chain.from_iterable(ended.values())}
-        begun = [asked] if asked is not None else sorted(name for name in names if name.startswith(start))
-        rows = [
-            found.rows.get(name, found.nothing._replace(topic=name))
-            for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]
-        ]
-        shown = [row.topic for row in rows]
-        messages = reads.of_topics(connection, rows)
-        return {
-            "now": now,
-            "topics": [(row, known.get(row.topic)) for row in rows],
-            "topic_count": len(begun),
-            "rates": reads.rates(connection, "topic", shown),
-            "lines": ended_lines(now, ended, shown),
-            "messages": {message.id: message for message in dashboard.redacted(messages)},
-            "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
-            "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
-        }
-
-    return await render_page(
-        request,
-        "topics.html" if asked is None else "topic.html",
-        {
-            "has_outbox": outbox is not None,
-            "problems": () if asked is None else await dashboard.findings_about("topic", asked),
-            "start": start,
-            "asked": asked,
-            "most_groups": _MAX_GROUPS,
-            **await dashboard.database.read(load),
-        },
-    )
+    ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
+    names = {*known, *found.rows, *chain.from_iterable(ended.values())}
+    begun = [asked] if asked is not None else sorted(name for name in names if name.startswith(start))
+    rows = [
+        found.rows.get(name, found.nothing._replace(topic=name)) for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]
+    ]
+    shown = [row.topic for row in rows]
+    return {
+        "has_outbox": outbox is not None,
+        "problems": () if asked is None else dashboard.findings_about(connection, "topic", asked),
+        "start": start,
+        "asked": asked,
+        "most_groups": _MAX_GROUPS,
+        "topics": [(row, known.get(row.topic)) for row in rows],
+        "topic_count": len(begun),
+        "rates": reads.rates(connection, "topic", shown),
+        "lines": ended_lines(now, ended, shown),
+        "messages": {message.id: message for message in dashboard.redacted(reads.of_topics(connection, rows))},
+        "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
+        "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),
+    }
 
 
 def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.TopicRow) -> list[FailureGroup]:
@@ -124,26 +117,16 @@ async def enqueue(request: Request) -> Response:
 
 
 async def _enqueue(request: Request, outbox: Outbox, topic: Topic[Any], form: inputs.Given) -> Enqueued:
-    options = _options_of(form)
+    options: dict[str, Any] = {
+        name: inputs.text_of(form, name, at_most=MAX_DESTINATION_BYTES) for name in _TEXT_OPTIONS
+    }
+    options["delay"] = inputs.duration_of(form, "delay", at_least=0)
     # A lone surrogate is refused like any other invalid text.
     payload = from_json(form.get("payload", "").encode("utf-8", "surrogatepass"), "payload")
 
-    def draft() -> Draft:
-        return draft_message(outbox, topic, payload, **options)
-
     # The definition is the application's code, which may block.
-    drafted = await anyio.to_thread.run_sync(draft)
+    drafted = await anyio.to_thread.run_sync(partial(draft_message, outbox, topic, payload, **options))
     return await dashboard_of(request).database.act(viewer_of(request), lambda operator: operator.enqueue(drafted))
-
-
-def _options_of(form: inputs.Given) -> Any:  # noqa: ANN401 - the options of a message, by name
-    options: dict[str, object] = {
-        name: inputs.text_of(form, name, at_most=MAX_DESTINATION_BYTES) for name in _TEXT_OPTIONS
-    }
-    unit = inputs.choice_of(form, "unit", inputs.UNIT_SECONDS) or "seconds"
-    count = inputs.number_of(form, "delay", at_least=0, at_most=1_000_000)
-    options["delay"] = None if count is None else timedelta(seconds=count * inputs.UNIT_SECONDS[unit])
-    return options
 
 
 def _error_of(error: Exception) -> dict[str, str | None]:
