@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from pgoutbox.errors import ArgumentError
 
@@ -24,7 +24,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _PREVIEW_LENGTH = 80
 
 
-CountKind: TypeAlias = Literal["exactly", "at least", "about"]
+CountKind: TypeAlias = Literal["exactly", "about", "at least"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Count:
 
     def __add__(self, other: Count) -> Count:
         """Return the sum, of the vaguer kind."""
-        kind = self.kind if other.kind == "exactly" else other.kind
-        return Count(self.messages + other.messages, kind)
+        kinds: tuple[CountKind, ...] = get_args(CountKind)
+        return Count(self.messages + other.messages, max(self.kind, other.kind, key=kinds.index))
 
     def __str__(self) -> str:
         """Return the number with its kind and the noun.

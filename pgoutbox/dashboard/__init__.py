@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Access", "Viewer", "create_app"]
 
-_REQUIRED = {"anyio", "argon2", "itsdangerous", "jinja2", "markupsafe", "python_multipart", "starlette"}
-
 
 def create_app(
     source: Outbox | Settings, *, settings: Settings | None = None, access: Access | None = None
@@ -55,6 +53,6 @@ def _naming_the_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _REQUIRED:
+        if error.name is None or error.name.partition(".")[0] == "pgoutbox":
             raise
         raise MissingExtraError("the dashboard", "web") from None

@@ -36,9 +36,9 @@ from pgoutbox.dashboard.credentials import (
 )
 from pgoutbox.dashboard.inputs import read_form
 from pgoutbox.dashboard.rendering import ROOT
-from pgoutbox.dashboard.responses import path_of
+from pgoutbox.dashboard.responses import TELEMETRY, path_of
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 
 __all__ = ["LOOPBACK_NAMES", "Access", "AccessMiddleware", "Authenticate", "Role", "Viewer", "operators_only"]
@@ -83,7 +83,6 @@ class Access:
         self.common_limit: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
         # Addresses that have signed in with a password: guesses from elsewhere do not lock them out.
         self._known_addresses: Final[deque[str]] = deque(maxlen=1_000)
-        self._telemetry: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
 
     @classmethod
     def from_settings(cls, settings: Settings, *, hosts: Collection[str] = ()) -> Self:
@@ -167,7 +166,7 @@ class Access:
         return person
 
     def _report(self, request: Request, event: LogEvent, text: str) -> None:
-        self._telemetry.report(logging.WARNING, event, text, address=address_of(request))
+        TELEMETRY.report(logging.WARNING, event, text, address=address_of(request))
 
     def begin_session(self, request: Request, person: Person) -> str:
         """End the session of this browser, and begin another. Return the text for its cookie."""
@@ -175,7 +174,7 @@ class Access:
         if before is not None:
             self.sessions.end(before)
         address = address_of(request)
-        self._telemetry.report(
+        TELEMETRY.report(
             logging.INFO, LogEvent.WEB_SIGNED_IN, "signed in", viewer=person.name, role=person.role, address=address
         )
         return self.sessions.seal(self.sessions.begin(person))

@@ -41,7 +41,7 @@ class Bulk:
     which: MessageFilter
     viewer: Viewer
     began_at: datetime
-    changes: ActArguments = field(default_factory=ActArguments)
+    changes: ActArguments
     status: Literal["running", "done", "stopped", "capped", "broken"] = "running"
     results: Counter[str] = field(default_factory=Counter)
     reached_id: int = 0
@@ -63,11 +63,9 @@ class Bulks:
         self._bulks: dict[str, Bulk] = {}
         self._lock = threading.Lock()
 
-    def start(self, action: ActName, which: MessageFilter, viewer: Viewer, changes: ActArguments | None = None) -> Bulk:
+    def start(self, action: ActName, which: MessageFilter, viewer: Viewer, changes: ActArguments) -> Bulk:
         """Start a bulk action; `StateError` if too many are running, or the action cannot change these states."""
-        bulk = Bulk(
-            secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes or ActArguments()
-        )
+        bulk = Bulk(secrets.token_hex(8), action, which.limited_to(action), viewer, datetime.now(UTC), changes)
         with self._lock:
             if sum(known.is_running for known in self._bulks.values()) >= _AT_ONCE:
                 raise StateError(f"{_AT_ONCE} bulk actions are running; wait until one ends, or stop one")

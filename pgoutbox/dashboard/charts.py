@@ -64,17 +64,17 @@ def messages_by_time(asked: Range, now: datetime, counts: Mapping[datetime, int]
     return Chart(label, len(slots), values, top, _times(slots), _since(slots, counts, now), total)
 
 
-def latency(asked: Range, now: datetime, sent: Mapping[datetime, Latencies], share: float) -> Chart:
-    """Draw a percentile of the latency by time as a line."""
+def latency(asked: Range, now: datetime, sent: Mapping[datetime, Latencies]) -> Chart:
+    """Draw the 95th percentile of the latency by time as a line."""
     slots = asked.slots(now)
-    found = {number: percentiles([sent[at]], [share])[0] for number, at in enumerate(slots) if at in sent}
+    found = {number: percentiles([sent[at]], [0.95])[0] for number, at in enumerate(slots) if at in sent}
     values = [
         Value(number + 0.5, seconds, f"{_utc(slots[number])}: {format_seconds(seconds)}")
         for number, seconds in found.items()
         if seconds is not None
     ]
     top = format_seconds(_highest(values))
-    label = f"percentile {share * 100:g} of the latency, at most {top} in {_length(asked.width)}"
+    label = f"percentile 95 of the latency, at most {top} in {_length(asked.width)}"
     return Chart(label if values else "no messages sent", len(slots), values, top, _times(slots))
 
 

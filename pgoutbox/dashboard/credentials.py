@@ -7,6 +7,7 @@ for right and wrong names and secrets.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -78,12 +79,10 @@ def hash_password(password: str) -> str:
 
 
 def _check_hash(text: str) -> None:
-    advice = "make one with: pgoutbox web hash-password"
-    try:
+    advice, found = "make one with: pgoutbox web hash-password", None
+    with contextlib.suppress(argon2.exceptions.InvalidHashError):
         found = argon2.extract_parameters(text)
-    except argon2.exceptions.InvalidHashError:
-        raise ValueError(f"is not a valid password hash; {advice}") from None
-    if found.type is not argon2.Type.ID or found.salt_len < 16 or found.hash_len < 32:
+    if found is None or found.type is not argon2.Type.ID or found.salt_len < 16 or found.hash_len < 32:
         raise ValueError(f"is not a valid password hash; {advice}")
     work = found.memory_cost * found.time_cost
     if not (found.memory_cost <= _MAX_MEMORY and _MIN_WORK <= work <= _MAX_WORK and 1 <= found.parallelism <= 16):

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import anyio
 import psycopg
@@ -19,7 +20,6 @@ from pgoutbox.dashboard.credentials import VIEWER, Viewer
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Connection, Database, UnavailableError
 from pgoutbox.dashboard.history import History
 from pgoutbox.dashboard.live import ChangeFeed
-from pgoutbox.dashboard.tabs import COUNTED, Facets, Tab, count_tabs, most
 from pgoutbox.database import sql
 from pgoutbox.doctor import Finding, Level, examine_delivery
 from pgoutbox.doctor.context import RankedQueue
@@ -30,6 +30,7 @@ from pgoutbox.operations import AuditRow, FailureGroup, ListedMessage, MessageFi
 from pgoutbox.outbox import Outbox
 from pgoutbox.redaction import redact_text
 from pgoutbox.settings import Settings
+from pgoutbox.text import Count
 
 # The overview is cached for this time, because all viewers refresh at once when something changes.
 _FRESH_SECONDS: Final = 1.0
@@ -38,8 +39,30 @@ _WAIT_FOR_TOTALS_SECONDS: Final = 1.0
 # Those that have findings about one queue or topic.
 _CHECKS_ABOUT: Final = {"queue": ("due", "undelivered"), "topic": ("due", "failed")}
 
+_FACETS: Final = 8
+_COUNTED: Final[Mapping[tuple[tuple[State, ...], reads.Part | None], tuple[str, tuple[str, ...]]]] = {
+    ((State.PENDING,), "now"): ("due", ("due",)),
+    ((State.PENDING,), None): ("waiting", ("due", "scheduled")),
+    ((State.SENDING,), None): ("in_flight", ("sending", "lapsed")),
+    ((State.FAILED,), None): ("failed", ()),
+}
+"""The number of a topic, and those of a queue together, that count their messages in a tab."""
+
 _T = TypeVar("_T")
 _Shown = TypeVar("_Shown", ListedMessage, FailureGroup, AuditRow)
+
+
+Facets: TypeAlias = dict[str, list[tuple[str, Count | None]]]
+"""The values to choose from by parameter, with their numbers in the tab, without regard to other filters."""
+
+
+class Tab(NamedTuple):
+    """A part of the messages. `total` counts its messages without regard to other filters."""
+
+    name: str
+    states: tuple[State, ...]
+    due: reads.Part | None
+    total: Count | None = None
 
 
 class Notices(NamedTuple):
@@ -60,8 +83,7 @@ class Dashboard:
         self.outbox = outbox
         self.history = History()
         self._known: dict[str, tuple[float, Any]] = {}
-        self._one_reads = anyio.Lock()
-        self._one_counts = anyio.Lock()
+        self._one_reads: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     def names_of(self, topic: str | None) -> Sequence[str]:
         """Return the names that are hidden in messages of this topic; None means text that belongs to no topic."""
@@ -75,19 +97,22 @@ class Dashboard:
         """Return the rows without the values that are hidden in their topics."""
         return [row.redacted(self.names_of(getattr(row, "topic", None))) for row in rows]
 
-    async def shared(self, name: str, load: Callable[[Connection], _T]) -> _T:
-        """Return what `load` has read under this name a second ago at most; one request at a time reads it."""
+    async def fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:
+        """Return what `load` has read under this name so many seconds ago at most; one request at a time reads it."""
         try:
             # One timeout for the wait and the query: if a query fails, waiting requests do not each wait in turn.
             with anyio.fail_after(ANSWER_SECONDS):
-                async with self._one_reads:
-                    return await self._fresh(name, load)
+                async with self._one_reads[name]:
+                    read_at, found = self._known.get(name, (-math.inf, None))
+                    if time.monotonic() - read_at <= seconds:
+                        return cast("_T", found)
+                    return await self.database.read(lambda one: self._kept(name, seconds, lambda: load(one)))
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
 
     async def notices(self) -> Notices:
         """Return the redirects that are on, and whether the database is a copy, at most a second old."""
-        return await self._fresh(
+        return await self.fresh(
             "notices",
             lambda connection: Notices(Operator(connection).redirects(), reads.value(connection, sql.IS_COPY)),
         )
@@ -99,9 +124,8 @@ class Dashboard:
         or None.
         """
         with anyio.move_on_after(_WAIT_FOR_TOTALS_SECONDS):
-            async with self._one_counts:
-                with contextlib.suppress(PgOutboxError, psycopg.Error):
-                    return await self._fresh("totals", self._load_totals, seconds=_FRESH_TOTALS_SECONDS)
+            with contextlib.suppress(PgOutboxError, psycopg.Error):
+                return await self.fresh("totals", self._load_totals, seconds=_FRESH_TOTALS_SECONDS)
         _, last = self._known.get("totals", (0.0, None))
         self._known["totals"] = time.monotonic(), last  # The next pages do not wait again.
         return cast("Mapping[str, Any] | None", last)
@@ -141,9 +165,15 @@ class Dashboard:
         """Return the queues of so many seconds ago at most, late ones first: the parts of a page share them."""
         return self._kept("ranked queues", seconds, lambda: reads.rank_queues(connection))
 
-    def tabs(self, connection: Connection) -> list[Tab]:
-        """Return the tabs of the messages with their counts, at most a second old."""
-        return self._kept("tabs", _FRESH_SECONDS, lambda: count_tabs(connection))
+    def tabs(self, connection: Connection, which: MessageFilter | None = None) -> list[Tab]:
+        """Return the tabs of the messages with their counts, at most a second old.
+
+        One more without a count, if the filter has states that no tab has.
+        """
+        counted = self._kept("tabs", _FRESH_SECONDS, lambda: _count_tabs(connection))
+        if which is None or any((tab.states, tab.due) == (tuple(which.states), which.due) for tab in counted):
+            return counted
+        return [*counted, Tab(", ".join(which.states) or "pending", tuple(which.states), which.due)]
 
     def topics(self, connection: Connection, *, seconds: float = _FRESH_SECONDS) -> reads.Topics:
         """Return the topics with messages, at most so many seconds old."""
@@ -153,7 +183,7 @@ class Dashboard:
 
     def facets(self, connection: Connection, which: MessageFilter) -> Facets:
         """Return the topics and queues to choose from for this filter, at most five seconds old."""
-        of_topic, of_queue = COUNTED.get((tuple(which.states), which.due), ("", ()))
+        of_topic, of_queue = _COUNTED.get((tuple(which.states), which.due), ("", ()))
         seconds = _FRESH_TOTALS_SECONDS
         topics: Mapping[str, reads.TopicRow] = {}
         queues: Sequence[reads.Row] = ()
@@ -165,19 +195,12 @@ class Dashboard:
             queues = self._kept("queues", seconds, lambda: self._few_queues(connection))
         by_topic = {name: getattr(row, of_topic) for name, row in topics.items()}
         by_queue = {row["queue"]: reads.capped(sum(row[name] for name in of_queue), reads.QUEUE_CAP) for row in queues}
-        return {"topic": most(by_topic, which.topic), "queue": most(by_queue, which.queue)}
+        return {"topic": _most(by_topic, which.topic), "queue": _most(by_queue, which.queue)}
 
     def _few_queues(self, connection: Connection) -> list[reads.Row]:
         """Return the queues with messages, a pause or limits if they are at most `MAX_QUEUES`, else none."""
         names = [row.queue for row in self.ranked_queues(connection, seconds=_FRESH_TOTALS_SECONDS)]
         return reads.queues(connection, names, reads.QUEUE_CAP) if len(names) <= reads.MAX_QUEUES else []
-
-    async def _fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:
-        """Return what `load` has read under this name so many seconds ago at most, or reads now."""
-        read_at, found = self._known.get(name, (-math.inf, None))
-        if time.monotonic() - read_at <= seconds:
-            return cast("_T", found)
-        return await self.database.read(lambda connection: self._kept(name, seconds, lambda: load(connection)))
 
     def _kept(self, name: str, seconds: float, load: Callable[[], _T], *, keeps: bool = True) -> _T:
         """Return what was loaded under this name so many seconds ago at most, or load it now."""
@@ -197,6 +220,32 @@ class Dashboard:
         """Stop bulk actions and close idle connections. Committed changes remain."""
         self.bulks.stop()
         self.database.close()
+
+
+def _count_tabs(connection: Connection) -> list[Tab]:
+    """Return the tabs with their counts."""
+    states = reads.count_states(connection)
+    pending = reads.count_pending(connection, "now", "later", "again")
+    return [
+        Tab("all", (), None, sum(states.values(), start=Count(0))),
+        Tab("due", (State.PENDING,), "now", pending["now"]),
+        Tab("scheduled", (State.PENDING,), "later", pending["later"]),
+        Tab("retrying", (State.PENDING,), "again", pending["again"]),
+        Tab("in flight", (State.SENDING,), None, states[State.SENDING]),
+        *(
+            Tab(state.value, (state,), None, states[state])
+            for state in (State.FAILED, State.SENT, State.SKIPPED, State.CANCELLED)
+        ),
+    ]
+
+
+def _most(counts: Mapping[str, Count], chosen: str | None) -> list[tuple[str, Count | None]]:
+    """Return the names with the most messages first, and the chosen one; none if there is nothing to choose from."""
+    names = sorted((name for name in counts if counts[name].messages), key=lambda name: -counts[name].messages)
+    shown: list[tuple[str, Count | None]] = [(name, counts[name]) for name in names[:_FACETS]]
+    if chosen is not None and all(name != chosen for name, _ in shown):
+        shown.append((chosen, counts.get(chosen)))
+    return shown if len(shown) > 1 or chosen is not None else []
 
 
 def dashboard_of(request: Request) -> Dashboard:

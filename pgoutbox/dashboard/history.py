@@ -26,7 +26,6 @@ _BUDGET_SECONDS: Final = 0.05
 # A transaction can commit later than the finish time that it writes.
 _SETTLED: Final = timedelta(minutes=2)
 MINUTE: Final = timedelta(minutes=1)
-_THREE_MINUTES: Final = timedelta(minutes=3)
 _TEN_MINUTES: Final = timedelta(minutes=10)
 _BUCKETS_OF_A_DOUBLING: Final = 12
 # A page has two seconds for a statement.
@@ -58,7 +57,7 @@ RANGES: Final = {
     )
 }
 _LONGEST: Final = max(known.width * known.slot_count for known in RANGES.values())
-LAST_HOUR: Final = Range("1h", _THREE_MINUTES, 21)
+LAST_HOUR: Final = Range("1h", 3 * MINUTE, 21)
 """The range of the lines of queues and topics: an hour and the current slot. Long slots keep their pages small."""
 
 

@@ -180,10 +180,8 @@ async def _wait_for_poll(connection: psycopg.AsyncConnection[TupleRow], *, liste
     if not listens:
         await asyncio.sleep(_POLL_SECONDS)
         return
-    notification_count = 0
-    async for _ in connection.notifies(timeout=_POLL_SECONDS, stop_after=1):
-        notification_count += 1
-    if notification_count:
+    # One packet can contain many.
+    if [one async for one in connection.notifies(timeout=_POLL_SECONDS, stop_after=1)]:
         await asyncio.sleep(_POLL_SECONDS / 5)
         async for _ in connection.notifies(timeout=0):
             pass

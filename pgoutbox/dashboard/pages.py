@@ -18,7 +18,6 @@ from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
 from pgoutbox.dashboard.database import Connection, RefusedError
 from pgoutbox.dashboard.history import percentiles
 from pgoutbox.dashboard.rendering import link, render_page
-from pgoutbox.dashboard.tabs import tabs_of
 from pgoutbox.doctor import verdict
 from pgoutbox.message import State
 from pgoutbox.operations import Action, Operator
@@ -84,12 +83,12 @@ async def overview(request: Request) -> Response:
             "failures": charts.failures_by_topic(connection, now),
             "sent_chart": charts.messages_by_time(asked, now, counts, State.SENT),
             "failed_chart": charts.messages_by_time(asked, now, failed, State.FAILED),
-            "latency_chart": charts.latency(asked, now, sent, 0.95),
+            "latency_chart": charts.latency(asked, now, sent),
             "marks": charts.marks_of(asked, now, workers),
             "percentiles": list(zip(_SHARES, percentiles(sent.values(), _SHARES), strict=True)),
         }
 
-    return await render_page(request, "overview.html", await dashboard.shared(asked.name, load))
+    return await render_page(request, "overview.html", await dashboard.fresh(asked.name, load))
 
 
 async def messages(request: Request) -> Response:
@@ -120,7 +119,7 @@ def _messages(request: Request, connection: Connection) -> Context:
         "found": found,
         "messages": dashboard.redacted(found.messages),
         "near": reads.count_near(connection, which) if is_about else None,
-        "tabs": tabs_of(dashboard.tabs(connection), which),
+        "tabs": dashboard.tabs(connection, which),
         "facets": dashboard.facets(connection, which),
         "which": which,
         "asked": asked,

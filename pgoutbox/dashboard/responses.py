@@ -48,7 +48,7 @@ _HEADINGS: Final[Mapping[int, str]] = {
 # Starlette's default texts.
 _TEXTS: Final = {"Forbidden": "this page needs the role operator", "Not Found": "page not found"}
 
-_telemetry: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
+TELEMETRY: Final = Telemetry(logging.getLogger("pgoutbox.dashboard"))
 
 
 class ResponseMiddleware:
@@ -82,7 +82,7 @@ class ResponseMiddleware:
             return
         except Exception as error:  # noqa: BLE001 - the answer must not reveal the error
             # Log neither the text nor the traceback: errors of the driver quote values of rows.
-            _telemetry.report(
+            TELEMETRY.report(
                 logging.ERROR,
                 LogEvent.WEB_PAGE_FAILED,
                 "a page failed",
@@ -132,7 +132,7 @@ async def _answer_error(status: int, request: Request, error: PgOutboxError) -> 
 
 
 async def _answer_unavailable(request: Request, error: UnavailableError) -> Response:
-    _telemetry.report(logging.WARNING, LogEvent.WEB_UNAVAILABLE, "the dashboard's database is not available")
+    TELEMETRY.report(logging.WARNING, LogEvent.WEB_UNAVAILABLE, "the dashboard's database is not available")
     return refuse(request, 503, sentence(str(error)), headers={"Retry-After": "5"})
 
 

@@ -15,17 +15,15 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pgoutbox.dashboard.responses import SECURITY_HEADERS
+from pgoutbox.dashboard.responses import SECURITY_HEADERS, TELEMETRY
 from pgoutbox.observability.connection_limit import ConnectionLimit
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 
 MAX_HEAD_BYTES: Final = 32_768
 REQUEST_SECONDS: Final = 10.0
 _KEEP_ALIVE_SECONDS: Final = 5
 _GRACE_SECONDS: Final = 3
-
-_logger = logging.getLogger("pgoutbox.dashboard")
 
 
 def _fixed_answer(status: str, text: str) -> bytes:
@@ -135,7 +133,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             url = _url(self._listener)
-            Telemetry(_logger).report(logging.INFO, LogEvent.WEB_STARTED, "the dashboard is served", url=url)
+            TELEMETRY.report(logging.INFO, LogEvent.WEB_STARTED, "the dashboard is served", url=url)
             self._when_started(url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature is uvicorn's

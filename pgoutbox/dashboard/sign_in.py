@@ -47,11 +47,8 @@ async def sign_out(request: Request) -> Response:
 
 
 def _page(request: Request, onward: str, *, error: HTTPException | None = None) -> Response:
-    target = local_path(onward)
     context = {
-        "action": f"{request.scope[ROOT]}/login",
-        "onward": target,
-        "onward_link": f"{request.scope[ROOT]}{target}",
+        "onward": local_path(onward),
         # A browser does not send its session cookie if it follows a link from another site.
         "is_cross_site": request.headers.get("sec-fetch-site") == "cross-site",
         "asks_name": _access_of(request).credentials.has_passwords,

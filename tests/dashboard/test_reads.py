@@ -119,7 +119,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("RUNNING_MESSAGES", {"cap": CAP, "limit": 5}, CAP),
         ("LIST_BREAKERS", {**EACH_QUEUE, "limit": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
         ("WAITING_TOPICS", {**EACH_QUEUE, "topics": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
-        ("COUNT_BY_TOPIC", {"cap": CAP}, CAP),
+        ("COUNT_BY_TOPIC", {"cap": CAP}, 2 * CAP),
         ("ENDED_RATES", {"by": "topic", "names": ["greet"], "seconds": 300, "cap": CAP}, CAP),
         ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
