@@ -16,7 +16,7 @@ from pgoutbox.catalogue import correct_message
 from pgoutbox.dashboard import inputs
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
-from pgoutbox.dashboard.pages import show_message
+from pgoutbox.dashboard.pages import message, show
 from pgoutbox.dashboard.rendering import link, query
 from pgoutbox.errors import ArgumentError, MessageNotFoundError
 from pgoutbox.operations import ActResult, MessageResult, Operator
@@ -169,7 +169,8 @@ async def _act_on_message(request: Request, do: Callable[[Operator, int], Messag
     if answer.result == ActResult.MISSING:
         raise MessageNotFoundError(f"no such message: {answer.id}")
     if not answer.is_done:
-        return await show_message(request, answer.id, f"Message {answer.id} {answer.explanation}.")
+        refusal = f"Message {answer.id} {answer.explanation}."
+        return await show(request, "message.html", message, status=409, refusal=refusal)
     path = link(request, "message", message_id=answer.other_id or answer.id)
     return RedirectResponse(path + query(done=answer.result), status_code=303)
 

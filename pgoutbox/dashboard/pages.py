@@ -37,12 +37,12 @@ Load: TypeAlias = Callable[[Request, Connection], Context]
 ROUTES: Final[list[Route]] = []
 
 
-async def show(request: Request, template: str, load: Load, *, status: int = 200) -> Response:
-    """Render a template with what `load` reads, in one transaction with the time of the database."""
+async def show(request: Request, template: str, load: Load, *, status: int = 200, **more: object) -> Response:
+    """Render a template with what `load` reads, in one transaction with the time of the database, and with `more`."""
     known = await dashboard_of(request).database.read(
         lambda connection: {"now": reads.now(connection), **load(request, connection)}
     )
-    return await render_page(request, template, known, status=status)
+    return await render_page(request, template, {**known, **more}, status=status)
 
 
 def _page(path: str, *roles: str) -> Callable[[Load], Load]:
@@ -131,24 +131,10 @@ def _messages(request: Request, connection: Connection) -> Context:
     }
 
 
-async def show_message(request: Request, message_id: int, refusal: str) -> Response:
-    """Show a message with the reason why an act was refused."""
-    return await show(
-        request,
-        "message.html",
-        lambda request, connection: {**_message(request, connection, message_id), "refusal": refusal},
-        status=409,
-    )
-
-
 @_page("/messages/{message_id}")
 def message(request: Request, connection: Connection) -> Context:
     """Show one message."""
-    return _message(request, connection, inputs.message_id_of(request))
-
-
-def _message(request: Request, connection: Connection, message_id: int) -> Context:
-    dashboard, operator = dashboard_of(request), Operator(connection)
+    message_id, dashboard, operator = inputs.message_id_of(request), dashboard_of(request), Operator(connection)
     # The login of the dashboard may read the tables, but a viewer sees no more than the views show.
     may_see_values = viewer_of(request).role == "operator"
     details, attempts = operator.show_message(message_id, with_values=may_see_values)
@@ -162,7 +148,6 @@ def _message(request: Request, connection: Connection, message_id: int) -> Conte
         "acts": None if acts is None else dashboard.redacted(acts),
         "supersedes": reads.superseded_by(connection, message_id) if details.coalesce_key is not None else [],
         "has_values": may_see_values and operator.reads_payloads(),
-        "refusal": None,
     }
 
 
