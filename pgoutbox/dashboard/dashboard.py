@@ -185,15 +185,15 @@ class Dashboard:
         """Return the topics and queues to choose from for this filter, at most five seconds old."""
         of_topic, of_queue = _COUNTED.get((tuple(which.states), which.due), ("", ()))
         seconds = _FRESH_TOTALS_SECONDS
-        topics: Mapping[str, reads.TopicRow] = {}
+        topics: Mapping[str, reads.Row] = {}
         queues: Sequence[reads.Row] = ()
         if of_topic in ("due", "waiting"):
-            topics = self.topics(connection, seconds=seconds).rows
+            topics, _ = self.topics(connection, seconds=seconds)
         elif of_topic:
-            topics = self._kept("held topics", seconds, lambda: reads.topics(connection, ())).rows
+            topics, _ = self._kept("held topics", seconds, lambda: reads.topics(connection, ()))
         if of_queue:
             queues = self._kept("queues", seconds, lambda: self._few_queues(connection))
-        by_topic = {name: getattr(row, of_topic) for name, row in topics.items()}
+        by_topic = {name: row[of_topic] for name, row in topics.items()}
         by_queue = {row["queue"]: reads.capped(sum(row[name] for name in of_queue), reads.QUEUE_CAP) for row in queues}
         return {"topic": _most(by_topic, which.topic), "queue": _most(by_queue, which.queue)}
 

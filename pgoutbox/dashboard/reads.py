@@ -56,31 +56,11 @@ Part: TypeAlias = Literal["now", "later", "again"]
 Row: TypeAlias = dict[str, Any]
 """The columns of a row by name, as its statement returns them."""
 
+Topics: TypeAlias = tuple[dict[str, Row], Row]
+"""The topics by name, and the numbers of a topic that is not among them."""
+
 NamesOf: TypeAlias = Callable[[str], Collection[str]]
 """The names whose values are hidden in messages of a topic."""
-
-
-class TopicRow(NamedTuple):
-    """A topic with its messages.
-
-    `first_id` is the pending message that is due first. `error_ids` are the newest pending message of which an attempt
-    has failed, and the newest failed one.
-    """
-
-    topic: str
-    waiting: Count
-    due: Count
-    in_flight: Count
-    failed: Count
-    first_id: int | None = None
-    error_ids: Sequence[int] = ()
-
-
-class Topics(NamedTuple):
-    """The topics by name. `nothing` has the numbers of a topic that is not among them."""
-
-    rows: dict[str, TopicRow]
-    nothing: TopicRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,38 +206,35 @@ def topics(connection: Connection, ranked: Sequence[RankedQueue]) -> Topics:
     """Return the topics with messages that wait in these queues, are in flight or have failed.
 
     Of each queue the messages that are due first are counted. If there are more, no number of waiting ones is exact.
+    `first_id` is the one that is due first, `error_ids` are the newest one of which an attempt has failed, and the
+    newest failed one.
     """
     names = [row.queue for row in ranked[: EACH_QUEUE["queues"]]]
-    found = connection.execute(sql.WAITING_TOPICS, EACH_QUEUE | {"names": names, "topics": TOPIC_NAMES})
-    waiting = {row[0]: row[1:] for row in found.fetchall()}
-    held = {row[0]: row[1:] for row in connection.execute(sql.COUNT_BY_TOPIC, {"cap": CAP}).fetchall()}
+    parameters = EACH_QUEUE | {"names": names, "topics": TOPIC_NAMES}
+    waiting = {row["topic"]: row for row in rows(connection, sql.WAITING_TOPICS, parameters)}
+    held = {row["topic"]: row for row in rows(connection, sql.COUNT_BY_TOPIC, {"cap": CAP})}
+    is_capped = dict.fromkeys(("waiting", "due"), any(row["is_capped"] for row in waiting.values()))
+    for column in ("in_flight", "failed"):
+        is_capped[column] = sum(row[column] for row in held.values()) >= CAP
 
-    def kind(*, is_capped: bool) -> CountKind:
-        return "at least" if is_capped else "exactly"
+    def row_of(name: str) -> Row:
+        found = waiting.get(name, {}) | held.get(name, {})
+        return {
+            "topic": name,
+            "first_id": found.get("first_id"),
+            "error_ids": [found[column] for column in ("tried_id", "failed_id") if found.get(column) is not None],
+            **{
+                column: Count(found.get(column, 0), "at least" if more else "exactly")
+                for column, more in is_capped.items()
+            },
+        }
 
-    waits = kind(is_capped=any(is_capped for *_, is_capped in waiting.values()))
-    flies = kind(is_capped=sum(in_flight for in_flight, *_ in held.values()) >= CAP)
-    fails = kind(is_capped=sum(failed for _, failed, _ in held.values()) >= CAP)
-
-    def row(name: str) -> TopicRow:
-        messages, due, first_id, tried_id, _ = waiting.get(name, (0, 0, None, None, False))
-        in_flight, failed, failed_id = held.get(name, (0, 0, None))
-        return TopicRow(
-            name,
-            Count(messages, waits),
-            Count(due, waits),
-            Count(in_flight, flies),
-            Count(failed, fails),
-            first_id,
-            [error_id for error_id in (tried_id, failed_id) if error_id is not None],
-        )
-
-    return Topics({name: row(name) for name in {*waiting, *held}}, row(""))
+    return {name: row_of(name) for name in {*waiting, *held}}, row_of("")
 
 
-def of_topics(connection: Connection, rows: Iterable[TopicRow]) -> list[ListedMessage]:
+def of_topics(connection: Connection, rows: Iterable[Row]) -> list[ListedMessage]:
     """Return the messages that the rows name."""
-    return listed(connection, {one for row in rows for one in (row.first_id, *row.error_ids) if one is not None})
+    return listed(connection, {one for row in rows for one in (row["first_id"], *row["error_ids"]) if one is not None})
 
 
 def superseded_by(connection: Connection, message_id: int) -> list[int]:

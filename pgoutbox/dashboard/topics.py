@@ -45,29 +45,27 @@ def _topics(request: Request, connection: Connection) -> Context:
     start = inputs.text_of(request.query_params, "start") or ""
     dashboard = dashboard_of(request)
     outbox = dashboard.outbox
-    found = dashboard.topics(connection)
+    found, nothing = dashboard.topics(connection)
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}
 
     def rank(name: str) -> tuple[bool, bool, bool]:
         # Topics with due or failed messages need attention first: topics whose messages were all sent can fill a page.
-        row = found.rows.get(name)
-        needs_a_look = row is not None and bool(row.due.messages or row.failed.messages)
+        row = found.get(name)
+        needs_a_look = row is not None and bool(row["due"].messages or row["failed"].messages)
         return not needs_a_look, row is None, name in known and known[name].handler is not None
 
     ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
-    names = {*known, *found.rows, *chain.from_iterable(ended.values())}
+    names = {*known, *found, *chain.from_iterable(ended.values())}
     begun = [asked] if asked is not None else sorted(name for name in names if name.startswith(start))
-    rows = [
-        found.rows.get(name, found.nothing._replace(topic=name)) for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]
-    ]
-    shown = [row.topic for row in rows]
+    rows = [found.get(name, nothing | {"topic": name}) for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]]
+    shown = [row["topic"] for row in rows]
     return {
         "has_outbox": outbox is not None,
         "problems": () if asked is None else dashboard.findings_about(connection, "topic", asked),
         "start": start,
         "asked": asked,
         "most_groups": _MAX_GROUPS,
-        "topics": [(row, known.get(row.topic)) for row in rows],
+        "topics": [(row, known.get(row["topic"])) for row in rows],
         "topic_count": len(begun),
         "rates": reads.rates(connection, "topic", shown),
         "lines": ended_lines(now, ended, shown),
@@ -77,11 +75,11 @@ def _topics(request: Request, connection: Connection) -> Context:
     }
 
 
-def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.TopicRow) -> list[FailureGroup]:
+def _failures_of(connection: Connection, dashboard: Dashboard, row: reads.Row) -> list[FailureGroup]:
     # Of more failures than were counted, a search for those of one topic could read millions of others.
-    is_few = row.failed.kind == "exactly"
-    found = Operator(connection).list_failures(topic=row.topic if is_few else None, newest=reads.GROUP_ROWS)
-    return dashboard.redacted([group for group in found if group.topic == row.topic][:_MAX_GROUPS])
+    is_few = row["failed"].kind == "exactly"
+    found = Operator(connection).list_failures(topic=row["topic"] if is_few else None, newest=reads.GROUP_ROWS)
+    return dashboard.redacted([group for group in found if group.topic == row["topic"]][:_MAX_GROUPS])
 
 
 @operators_only

@@ -22,7 +22,7 @@ WITH counted AS (
 )
 SELECT
     c.topic,
-    count(*) AS messages,
+    count(*) AS waiting,
     count(*) FILTER (WHERE c.available_at <= now()) AS due,
     (array_agg(c.id ORDER BY c.available_at, c.id))[1] AS first_id,
     max(c.id) FILTER (WHERE c.has_failed) AS tried_id,
