@@ -83,8 +83,9 @@ class Database:
     def close(self) -> None:
         """Close the idle connections."""
         with self._lock:
-            while self._idle:
-                self._idle.pop().close()
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     async def _answer(self, work: Callable[[_Deadline], _T], *, advice: str = "try again") -> _T:
         deadline = _Deadline()
@@ -137,11 +138,10 @@ class Database:
 
     def _keep(self, connection: Connection) -> None:
         with self._lock:
-            is_usable = connection.info.transaction_status == TransactionStatus.IDLE
-            if is_usable and len(self._idle) < _AT_ONCE:
+            if connection.info.transaction_status == TransactionStatus.IDLE and len(self._idle) < _AT_ONCE:
                 self._idle.append(connection)
-            else:
-                connection.close()
+                return
+        connection.close()
 
 
 def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
