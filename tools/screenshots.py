@@ -8,6 +8,7 @@ Needs Chromium, as the browser tests do. The pictures are made by hand when a pa
 from __future__ import annotations
 
 import base64
+import signal
 import socket
 import sys
 import tempfile
@@ -74,8 +75,8 @@ def main() -> None:
 
         port = free_port()
         server = project.start("runserver", "--noreload", str(port))
-        stack.callback(server.communicate)
-        stack.callback(server.terminate)
+        stack.callback(server.wait)
+        stack.callback(server.send_signal, signal.SIGTERM)
         wait_until(lambda: _is_served(port), lambda: "Django's admin is not served")
         page = browser.new_page(base_url=f"http://127.0.0.1:{port}", java_script_enabled=False)
         page.goto("/admin/login/?next=/admin/pgoutbox/message/%3Fstate__exact%3Dfailed")

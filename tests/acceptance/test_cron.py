@@ -7,12 +7,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from tests.support.dialogues import HOST
+from tests.support.forks import LIBRARIES, forks
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of
 from tests.support.pages import DOCS, ROOT
 from tests.support.smtp_server import accepting_server
@@ -51,7 +51,8 @@ class Host:
         bin_folder = folder / ".venv" / "bin"
         bin_folder.mkdir(parents=True)
         program = bin_folder / "pgoutbox"
-        program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m pgoutbox "$@"\n')
+        forked = forks(*LIBRARIES).script("-m", "pgoutbox")
+        program.write_text(f'#!/bin/sh\nexport PYTHONPATH="{ROOT}"\n{forked}')
         program.chmod(0o700)
         environment = block("# worker.env")
         for name, value in (("DSN", dsn), ("SMTP_HOST", HOST), ("SMTP_SENDER", "club@club.test")):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from tests.support.forks import run_command
 from tests.support.outbox_actions import enqueue, row_of, state_of
-from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, environment_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.conftest import Connect
 
@@ -143,14 +141,8 @@ def test_an_async_handler_past_its_timeout_keeps_its_message_while_its_query_run
 def test_manage_py_test_drops_its_database_after_handlers_that_use_the_orm(
     dsn: str, connect: Connect, keeping: dict[str, str]
 ) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "django", "test", "tests.django_club", "--settings=tests.django_club.settings"],
-        env=environment_with() | {"CLUB_DSN": dsn, "PYTHONPATH": os.pathsep.join(sys.path), **keeping},
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_PATIENCE_SECONDS,
-        check=False,
-    )
+    command = ("-m", "django", "test", "tests.django_club", "--settings=tests.django_club.settings")
+    result = run_command(*command, cwd=Path.cwd(), env=environment_with() | {"CLUB_DSN": dsn, **keeping})
     assert result.returncode == 0, result.stderr
     assert "Ran 1 test" in result.stderr
     name = f"test_{conninfo_to_dict(dsn)['dbname']}"

@@ -13,6 +13,7 @@ import argon2
 import httpx
 import pytest
 
+from tests.support.forks import run_command
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 from tests.support.web_server import CANARY, OPERATOR_TOKEN, VIEWER_TOKEN
 from tests.support.worker_process import environment_with
@@ -63,14 +64,9 @@ def started(tmp_path: Path) -> Iterator[list[WebProcess]]:
 
 def refusal(*arguments: str, exit_code: int = 2, **settings: str) -> str:
     """Return the error output of a `pgoutbox web` that refuses to start, by default because of a wrong setting."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pgoutbox", "web", "--port", "0", *arguments],
-        env=environment_with(**({"dsn": "host=/nowhere"} | settings)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PROCESS_PATIENCE_SECONDS,
-    )
+    command = ("-m", "pgoutbox", "web", "--port", "0", *arguments)
+    environment = environment_with(**({"dsn": "host=/nowhere"} | settings))
+    result = run_command(*command, cwd=Path.cwd(), env=environment)
     assert (result.returncode, result.stdout) == (exit_code, "")
     assert CANARY not in result.stderr
     return result.stderr

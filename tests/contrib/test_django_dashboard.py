@@ -167,13 +167,6 @@ def club(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         yield project
 
 
-def manage(project: Project, *arguments: str) -> str:
-    process = project.start(*arguments)
-    out, err = process.communicate(timeout=PROCESS_PATIENCE_SECONDS)
-    assert process.returncode == 0, out + err
-    return out + err
-
-
 @pytest.fixture(scope="module", params=["wsgi", "asgi"])
 def site(club: Project, request: pytest.FixtureRequest) -> Iterator[Site]:
     """Serve the project."""
@@ -348,7 +341,7 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    shown = manage(club, "shell", "-v0", "-c", program)
+    shown = club.call("shell", "-v0", "-c", program)
     assert "MissingExtraError the dashboard needs an optional dependency: pip install 'pgoutbox[web]'" in shown
     assert "/admin/" in shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from typing import TYPE_CHECKING, Final
 
 import django
@@ -312,20 +313,20 @@ async def test_after_kill_9_another_worker_sends_once_unless_the_server_had_acce
                 await server.is_silent.wait()
                 workers.append(project.start("pgoutbox", "worker"))
                 await until(lambda: connection.execute("SELECT count(*) FROM pgoutbox.worker").fetchone() == (2,))
-                workers[0].kill()
+                workers[0].send_signal(signal.SIGKILL)
                 await until(lambda: ("django.mail", "sent") in states(project))
                 assert [parsed(one)["subject"] for one in server.contents] == ["First"]
 
                 server.is_silent.clear()
                 connection.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = 3")
                 await server.is_silent.wait()
-                workers[1].kill()
+                workers[1].send_signal(signal.SIGKILL)
                 workers.append(project.start("pgoutbox", "worker"))
                 await until(are_sent(project, 2))
             finally:
                 for worker in workers:
-                    worker.kill()
-                    worker.communicate()
+                    worker.send_signal(signal.SIGKILL)
+                    worker.wait()
     first, *second = [parsed(one) for one in server.contents]
     assert first["subject"] == "First"
     assert [one["subject"] for one in second] == ["Second", "Second"]

@@ -7,6 +7,7 @@ has there. `BEFORE` runs when the tasks are enqueued, and `AFTER` when a worker 
 from __future__ import annotations
 
 import asyncio
+import signal
 import textwrap
 from typing import Any, Final
 
@@ -506,8 +507,8 @@ async def test_retries_crashes_and_unknown_tasks(tasks: Project) -> None:
         try:
             await asyncio.to_thread(wait_until, lambda: _hurry(connection) == expected, lambda: str(_hurry(connection)))
         finally:
-            worker.terminate()
-            await asyncio.to_thread(worker.communicate)
+            worker.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(worker.wait)
         (sealed,) = (
             connection.execute("SELECT bool_and(content ? %s) FROM pgoutbox_task_result", [SEALED]).fetchone() or ()
         )

@@ -23,7 +23,6 @@ from tests.support.web_server import OPERATOR_TOKEN, HostServers, web_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.conftest import Connect
     from tests.support.command_line import Done
 
 __all__ = ["clean_environment", "cli", "cli_anywhere"]
@@ -71,11 +70,6 @@ class Browser:
         assert answer.status_code == 200, answer.text
         self.page = Page(answer.text)
         return self.page
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    return connect(autocommit=True)
 
 
 @pytest.fixture

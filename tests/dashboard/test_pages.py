@@ -99,11 +99,6 @@ def site(dsn: str, open_site: Callable[..., Site]) -> Site:
     return open_site(dsn)
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    return connect(autocommit=True)
-
-
 def get(client: httpx.Client, path: str, status: int = 200) -> Page:
     answer = client.get(path)
     assert answer.status_code == status, answer.text

@@ -14,7 +14,7 @@ import django
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from tests.support.forks import LIBRARIES, forks, without_settings
+from tests.support.forks import LIBRARIES, Fork, Forks, forks, without_settings
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -164,17 +164,21 @@ class Project:
             settings |= {} if deliver_with is None else {"DELIVER_WITH": deliver_with}
             self.set(EMAIL_BACKEND=BACKEND, EMAIL_HOST="127.0.0.1", EMAIL_PORT=port, PGOUTBOX=settings)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start `manage.py` with these arguments."""
-        command = [sys.executable, "-W", self.on_warning, "manage.py", *arguments]
-        pipe = subprocess.PIPE
-        inherited = without_settings(os.environ)
-        return subprocess.Popen(command, cwd=self.directory, env=inherited, stdout=pipe, stderr=pipe, text=True)
+    @property
+    def _forks(self) -> Forks:
+        return forks(*LIBRARIES, *DJANGO, warning=self.on_warning)
+
+    def start(self, *arguments: str) -> Fork:
+        """Start `manage.py` with these arguments, without input and output."""
+        command = ["manage.py", *arguments]
+        with Path(os.devnull).open("r+") as nothing:
+            streams = (nothing.fileno(), nothing.fileno(), nothing.fileno())
+            return self._forks.start(command, cwd=self.directory, env=without_settings(os.environ), streams=streams)
 
     def call(self, *arguments: str, code: int = 0) -> str:
         """Run `manage.py` with these arguments, and return what it prints."""
-        process = forks(*LIBRARIES, *DJANGO, warning=self.on_warning)
-        done = process.run(["manage.py", *arguments], cwd=self.directory, env=without_settings(os.environ))
+        command = ["manage.py", *arguments]
+        done = self._forks.run(command, cwd=self.directory, env=without_settings(os.environ))
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -183,8 +187,12 @@ class Project:
         return await asyncio.to_thread(self.call, *arguments, code=code)
 
     async def type(self, script: str) -> str:
-        """Type commands of the page."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        """Type commands of the page. `python` forks from the process with the imports."""
+        programs = self.directory / ".bin"
+        programs.mkdir(exist_ok=True)
+        (programs / "python").write_text(f"#!/bin/sh\n{self._forks.script()}")
+        (programs / "python").chmod(0o700)
+        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
         done = await asyncio.to_thread(
             subprocess.run,
             ["bash", "-ec", script],
