@@ -39,27 +39,6 @@ def state_and_attempts(database: psycopg.Connection, message_id: int) -> tuple[s
     return row
 
 
-@pytest.mark.slow
-def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_others_are_delivered(
-    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
-) -> None:
-    good_before = enqueue(database, "test.good")
-    poison = enqueue(database, "test.poison")
-    database.execute("UPDATE pgoutbox.message SET max_attempts = 3 WHERE id = %s", (poison,))
-    good_after = enqueue(database, "test.good")
-    deaths = 0
-    while state_and_attempts(database, poison)[0] != "failed":
-        process = start_worker("--drain")
-        deaths += process.wait() == 137
-    assert deaths == 3
-    assert state_and_attempts(database, poison)[:2] == ("failed", 3)
-    assert [state_and_attempts(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
-    outcomes = database.execute(
-        "SELECT outcome FROM pgoutbox.attempt_view WHERE message_id = %s ORDER BY attempt_count", (poison,)
-    ).fetchall()
-    assert outcomes == [("lost",), ("lost",), ("lost",)]
-
-
 def test_exit_actions_of_the_application_run_after_handlers_in_threads(
     database: psycopg.Connection, start_worker: StartWorker
 ) -> None:
@@ -68,28 +47,6 @@ def test_exit_actions_of_the_application_run_after_handlers_in_threads(
     process = start_worker("--drain", concurrency=str(BRIEF_COUNT), batch_size=str(BRIEF_COUNT))
     assert process.wait() == 0
     assert process.log.count(FAREWELL) == BRIEF_COUNT
-
-
-def test_a_message_in_flight_at_the_kill_of_its_worker_is_delivered_by_another(
-    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
-) -> None:
-    process = start_worker()
-    message = enqueue(database, "test.patient")
-    assert progress.wait_for("patient")[:2] == (message, 1)
-    process.kill()
-    start_worker()
-    assert progress.wait_for("patient")[:2] == (message, 2)
-
-
-def test_a_stopping_worker_releases_messages_in_flight_without_using_up_attempts(
-    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
-) -> None:
-    process = start_worker(shutdown_grace_seconds="0")
-    message = enqueue(database, "test.endless")
-    progress.wait_for("endless")
-    assert process.stop() == 0
-    state, attempt_count, max_attempts = state_and_attempts(database, message)
-    assert (state, max_attempts - attempt_count) == ("pending", 11)
 
 
 @pytest.mark.parametrize("topic", ["test.patient", "test.patient.async"])
@@ -101,17 +58,6 @@ def test_a_stopping_worker_leaves_a_message_in_a_thread_to_its_lease_and_ends(
     progress.wait_for("patient")
     assert process.stop() == 0
     assert state_and_attempts(database, message)[:2] == ("sending", 1)
-
-
-def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
-    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
-) -> None:
-    process = start_worker(shutdown_grace_seconds="3600")
-    enqueue(database, "test.patient")
-    progress.wait_for("patient")
-    process.terminate()
-    wait_until(lambda: "worker_stopping" in process.events(), lambda: f"the worker stops\n{process.log}")
-    assert process.stop() == 128 + signal.SIGTERM
 
 
 def test_a_killed_supervised_process_is_restarted_and_all_end_together(

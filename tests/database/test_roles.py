@@ -18,6 +18,7 @@ from pgoutbox import (
     CancelResult,
     Context,
     EditResult,
+    Enqueued,
     Message,
     NewMessage,
     Outbox,
@@ -1080,7 +1081,10 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
     return rolled_back
 
 
-@pytest.mark.parametrize("search_path", ["evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
+in_hostile_paths = pytest.mark.parametrize("search_path", ["evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
+
+
+@in_hostile_paths
 def test_no_function_resolves_a_name_in_the_callers_search_path(trapped: psycopg.Connection, search_path: str) -> None:
     refused = {}
     for role, call in CALLS:
@@ -1093,6 +1097,21 @@ def test_no_function_resolves_a_name_in_the_callers_search_path(trapped: psycopg
         except psycopg.Error as error:
             refused[call] = str(error)
     assert refused == {}
+
+
+@in_hostile_paths
+def test_no_call_of_python_resolves_a_name_in_the_callers_search_path(
+    trapped: psycopg.Connection, search_path: str
+) -> None:
+    trapped.execute("SELECT set_config('search_path', %s, true)", [search_path])
+    producer = Outbox().on(trapped)
+    producer.enqueue("mail", {})
+    one = producer.enqueue("mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
+    (again, _) = producer.enqueue_many([NewMessage("mail", {}, dedupe_key="d"), NewMessage("mail", 1, delay=1)])
+    assert again == Enqueued(one.id, True)
+    producer.enqueue_fanout("mail", {}, ["a:1"], content={}, delay=1)
+    assert producer.cancel(topic="mail", coalesce_key="c") is CancelResult.CANCELLED
+    assert producer.cancel(one.id) is CancelResult.ALREADY_CANCELLED
 
 
 def test_a_producers_temporary_type_does_not_run_with_the_owners_rights(dsn: str) -> None:

@@ -238,32 +238,6 @@ def test_every_table_column_and_public_function_has_a_comment(rolled_back: psyco
     assert bare == []
 
 
-def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None:
-    functions = rolled_back.execute(
-        """
-        SELECT p.oid::regprocedure::text, p.proacl IS NULL OR has_function_privilege('pg_monitor', p.oid, 'EXECUTE')
-        FROM pg_proc AS p
-        WHERE p.pronamespace = 'pgoutbox'::regnamespace
-        """
-    ).fetchall()
-    assert len(functions) >= 8
-    assert [name for name, executable in functions if executable] == []
-
-
-# Every producer calls it, so the following test checks each name in it.
-def test_functions_with_their_owners_rights_pin_their_path(rolled_back: psycopg.Connection) -> None:
-    """Their literals need no pin: see `test_no_literal_of_a_function_depends_on_the_session`."""
-    settings = {
-        name: set(settings or ())
-        for name, settings in rolled_back.execute(
-            "SELECT p.proname::text, p.proconfig FROM pg_proc AS p"
-            " WHERE p.pronamespace = 'pgoutbox'::regnamespace AND p.prosecdef"
-        ).fetchall()
-    }
-    assert [name for name, given in settings.items() if "search_path=pg_catalog, pg_temp" not in given] == []
-    assert len(settings) > 40
-
-
 def test_only_the_owner_calls_a_function_that_resolves_names_in_its_callers_path(
     rolled_back: psycopg.Connection,
 ) -> None:

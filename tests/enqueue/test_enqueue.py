@@ -37,7 +37,6 @@ from pgoutbox import (
 )
 from pgoutbox.settings import Settings
 from tests.support.held import delivered_once
-from tests.support.outbox_actions import rows_of
 from tests.support.races import until_blocked
 
 if TYPE_CHECKING:
@@ -124,32 +123,6 @@ def test_expires_after_counts_from_the_due_time(outbox: Outbox, rolled_back: psy
     lives = [row(rolled_back, "expires_at - available_at", message_id)[0] for message_id in ids]
     assert lives == [timedelta(seconds=60)] * 6 + [None]
     assert row(rolled_back, "available_at", ids[0]) == row(rolled_back, "available_at", ids[3]) == (due,)
-
-
-def test_every_option_reaches_the_row(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(days=2)
-    options: dict[str, Any] = {
-        "queue": "bulk",
-        "destination": "https://example.org",
-        "coalesce_key": "c\n'\"\\",
-        "dedupe_key": "d,{}\t",
-        "delay": timedelta(hours=1),
-        "expires_at": expires_at,
-        "headers": {"trace": 'a"b\\'},
-        "max_attempts": 2,
-    }
-    one = outbox.on(rolled_back).enqueue("mail", {"x": 'a"b\\\n'}, **options)
-    many = outbox.on(rolled_back).enqueue_many([NewMessage("mail", {"x": 'a"b\\\n'}, **{**options, "dedupe_key": "2"})])
-    columns = (
-        "payload, queue, destination, coalesce_key, available_at - created_at, expires_at, headers, max_attempts, "
-        "attempt_budget"
-    )
-    for enqueued in (one, *many):
-        assert row(rolled_back, columns, enqueued.id) == (
-            {"x": 'a"b\\\n'}, "bulk", "https://example.org", options["coalesce_key"], timedelta(hours=1), expires_at,
-            {"trace": 'a"b\\'}, 2, 2,
-        )  # fmt: skip
-    assert row(rolled_back, "dedupe_key", one.id) == (options["dedupe_key"],)
 
 
 def test_max_attempts_comes_from_the_call_the_topic_the_handler_or_the_default(
@@ -333,25 +306,6 @@ def test_the_answers_are_in_the_order_of_the_items_across_chunks(
         assert ids == sorted(ids)
 
 
-def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
-    outbox: Outbox, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_ROWS", 1)
-    items = [NewMessage("mail", n, coalesce_key=str(n)) for n in range(100)]
-    start = threading.Barrier(2)
-
-    def produce(connection: psycopg.Connection, mine: list[NewMessage[int]]) -> None:
-        start.wait()
-        outbox.on(connection).enqueue_many(mine)
-        connection.commit()
-
-    with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(produce, connect(), mine) for mine in (items, items[::-1])]
-    for future in futures:
-        future.result()
-    assert count(connect()) == 200
-
-
 # --- two transactions -------------------------------------------------------------------------------------------------
 
 
@@ -398,36 +352,6 @@ async def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(
     assert enqueued.id > second.id
     waiting.commit()
     assert await delivered_once(dsn, "mail") == [enqueued.id]
-
-
-@pytest.mark.slow
-async def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(
-    outbox: Outbox, dsn: str, connect: Connect
-) -> None:
-    connections = [connect() for _ in range(64)]
-    committed: list[int] = []
-    start = threading.Barrier(len(connections))
-
-    def produce(number: int) -> None:
-        connection = connections[number]
-        connection.execute("SET lock_timeout = '60s'")
-        connection.commit()
-        start.wait()
-        enqueued = outbox.on(connection).enqueue("mail", number, coalesce_key="k")
-        if number % 2:
-            connection.rollback()
-        else:
-            committed.append(enqueued.id)  # Under the lock of the key, which ends with the transaction.
-            connection.commit()
-
-    with ThreadPoolExecutor(len(connections)) as threads:
-        for future in [threads.submit(produce, number) for number in range(len(connections))]:
-            future.result()
-    observer = connect(autocommit=True)
-    assert committed == sorted(committed)
-    assert len(committed) == count(observer) == 32
-    assert await delivered_once(dsn, "mail") == [committed[-1]]
-    assert [row.id for row in rows_of(observer) if row.state == "skipped"] == committed[:-1]
 
 
 # --- isolation levels -------------------------------------------------------------------------------------------------

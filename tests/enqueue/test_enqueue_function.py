@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psycopg import errors
 from psycopg.rows import namedtuple_row
 
-from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate
+from pgoutbox import Outbox, migrate
 from pgoutbox.database import sql
 from pgoutbox.embedded import embedded_server
 from pgoutbox.enqueue.adapters import answer_of
@@ -261,15 +261,6 @@ def test_a_function_that_each_message_passes_is_inlined(
 
 
 @pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY, RECEIPT])
-@pytest.mark.parametrize("argument", ["queue", "max_attempts"])
-def test_null_means_the_default(rolled_back: psycopg.Connection, argument: str, statement: LiteralString) -> None:
-    *_, row = rolled_back.execute(statement, with_json({**SOUND, argument: None})).fetchall()
-    message_id = row[1] if statement is ENQUEUE_MANY else row[0]
-    assert found(rolled_back, message_id)[:2] == ("mail", "default")
-    assert found(rolled_back, message_id).max_attempts == 11
-
-
-@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY, RECEIPT])
 def test_headers_that_are_the_json_value_null_mean_none(
     rolled_back: psycopg.Connection, statement: LiteralString
 ) -> None:
@@ -366,34 +357,6 @@ def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
     )
 
 
-@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
-@pytest.mark.parametrize(
-    "keys", [{}, {"coalesce_key": "c"}, {"dedupe_key": " "}, {"coalesce_key": " ", "dedupe_key": "d"}]
-)
-def test_every_argument_reaches_its_column(
-    rolled_back: psycopg.Connection, statement: LiteralString, keys: dict[str, str]
-) -> None:
-    now = scalar(rolled_back, "SELECT now()")
-    arguments = {
-        **SOUND,
-        **keys,
-        "payload": '"x"',
-        "queue": "bulk",
-        "destination": "mailto:a@example.org",
-        "available_at": str(scalar(rolled_back, "SELECT (now() + interval '1 hour')::text")),
-        "expires_at": str(scalar(rolled_back, "SELECT (now() + interval '1 day')::text")),
-        "headers": '{"trace": "1"}',
-        "max_attempts": 3,
-    }
-    rows = rolled_back.execute(statement, with_json(arguments)).fetchall()
-    message_id = rows[-1][0] if statement is ENQUEUE else rows[-1][1]
-    assert found(rolled_back, message_id) == Found(
-        "mail", "bulk", "mailto:a@example.org", keys.get("coalesce_key"), keys.get("dedupe_key"), "x", {"trace": "1"},
-        "pending", 0, 3, timedelta(hours=1), timedelta(days=1),
-    )  # fmt: skip
-    assert scalar(rolled_back, "SELECT created_at FROM pgoutbox.message WHERE id = %s", message_id) == now
-
-
 def test_an_available_at_in_the_past_means_now(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute(ENQUEUE, {**SOUND, "available_at": "0044-03-15 12:00:00+00 BC"})
     rolled_back.execute(ENQUEUE_MANY, with_json({**SOUND, "available_at": "1970-01-01 00:00:00+00"}))
@@ -420,17 +383,6 @@ def test_a_dedupe_key_is_free_in_another_topic(rolled_back: psycopg.Connection) 
     for topic in ("a", "b"):
         rolled_back.execute(ENQUEUE, {**SOUND, "topic": topic, "dedupe_key": "k"})
     assert count(rolled_back) == 2
-
-
-@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
-def test_a_dedupe_key_with_another_payload_is_a_conflict(
-    rolled_back: psycopg.Connection, statement: LiteralString
-) -> None:
-    rolled_back.execute(ENQUEUE, {**SOUND, "dedupe_key": "k"})
-    with pytest.raises(errors.UniqueViolation) as caught:
-        rolled_back.execute(statement, with_json({**SOUND, "dedupe_key": "k", "payload": "1"}))
-    diag = caught.value.diag
-    assert (diag.schema_name, diag.constraint_name, diag.column_name) == ("pgoutbox", "dedupe_payload", "dedupe_key")
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.FAILED])
@@ -464,19 +416,6 @@ def test_a_passed_on_key_names_the_message_with_the_id_of_its_other_key(
     assert scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe") == second == newest(rolled_back, "c")
 
 
-def test_a_superseded_message_keeps_its_dedupe_key(
-    rolled_back: psycopg.Connection,
-) -> None:
-    older = put(rolled_back, coalesce_key="c", dedupe_key="k")
-    newer = put(rolled_back, coalesce_key="c")
-    rolled_back.execute(
-        "UPDATE pgoutbox.message SET state = 'skipped', skip_reason = 'superseded', superseded_by = %s,"
-        " finished_at = now() WHERE id = %s",
-        [newer, older],
-    )
-    assert put(rolled_back, coalesce_key="c", dedupe_key="k") == older
-
-
 def test_a_dedupe_key_pruned_during_the_conflict_is_taken_again(rolled_back: psycopg.Connection) -> None:
     """A trigger deletes the row between the conflicting INSERT and the query for it, as another session may."""
     arguments = {**SOUND, "dedupe_key": "k"}
@@ -491,14 +430,6 @@ def test_a_dedupe_key_pruned_during_the_conflict_is_taken_again(rolled_back: psy
     second = rolled_back.execute(ENQUEUE, {**arguments, "payload": '"another"'}).fetchone()
     assert second != first
     assert rolled_back.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [second]
-
-
-def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
-    first, second, third = enqueue_many(
-        rolled_back, *({"topic": "a", "payload": 1, "dedupe_key": key} for key in ("x", "y", "x"))
-    )
-    assert [row[2] for row in (first, second, third)] == [False, False, True]
-    assert third[1] == first[1] != second[1]
 
 
 # --- coalesce key -----------------------------------------------------------------------------------------------------
@@ -522,15 +453,6 @@ def test_messages_without_a_key_do_not_coalesce(rolled_back: psycopg.Connection)
     assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.key_head") == 0
 
 
-def test_the_last_bulk_item_of_a_key_is_the_newest(rolled_back: psycopg.Connection) -> None:
-    rows = enqueue_many(
-        rolled_back,
-        *({"topic": "a", "payload": number, "coalesce_key": key} for number, key in enumerate(("k", None, "k"))),
-    )
-    first, _, last = (message_id for _, message_id, _ in rows)
-    assert first < last == newest(rolled_back, "k")
-
-
 def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) -> None:
     arguments = {**SOUND, "coalesce_key": "c", "dedupe_key": "d"}
     first = rolled_back.execute(ENQUEUE, arguments).fetchone()
@@ -540,114 +462,6 @@ def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) ->
 
 
 # --- privileges and sessions ------------------------------------------------------------------------------------------
-
-
-def test_a_role_without_the_execute_privilege_is_refused(rolled_back: psycopg.Connection) -> None:
-    rolled_back.execute("CREATE ROLE pgoutbox_test_nobody; GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_test_nobody")
-    rolled_back.execute("SET ROLE pgoutbox_test_nobody")
-    for statement in (ENQUEUE, ENQUEUE_MANY):
-        with pytest.raises(errors.InsufficientPrivilege), rolled_back.transaction():
-            rolled_back.execute(statement, with_json(SOUND))
-
-
-def test_a_read_only_transaction_is_refused_by_the_server(rolled_back: psycopg.Connection) -> None:
-    rolled_back.execute("SET TRANSACTION READ ONLY")
-    for statement in (ENQUEUE, ENQUEUE_MANY):
-        with pytest.raises(errors.ReadOnlySqlTransaction), rolled_back.transaction():
-            rolled_back.execute(statement, with_json(SOUND))
-
-
-HOSTILE: LiteralString = """
-CREATE SCHEMA evil;
--- The functions run as the owner. A search_path leaves out schemas that the role may not use.
-GRANT USAGE ON SCHEMA evil TO public;
-CREATE DOMAIN evil.text AS pg_catalog.text CHECK (false);
-CREATE DOMAIN evil.jsonb AS pg_catalog.jsonb CHECK (false);
-CREATE DOMAIN evil.timestamptz AS pg_catalog.timestamptz CHECK (false);
-CREATE DOMAIN evil.float8 AS pg_catalog.float8 CHECK (false);
-CREATE DOMAIN evil.int4 AS pg_catalog.int4 CHECK (false);
-CREATE DOMAIN evil.int8 AS pg_catalog.int8 CHECK (false);
-CREATE DOMAIN evil.bool AS pg_catalog.bool CHECK (false);
-CREATE FUNCTION evil.trap() RETURNS pg_catalog.timestamptz LANGUAGE plpgsql AS
-    $$BEGIN RAISE EXCEPTION 'trapped'; END$$;
-CREATE FUNCTION evil.now() RETURNS pg_catalog.timestamptz LANGUAGE sql AS 'SELECT evil.trap()';
-CREATE FUNCTION evil.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
-CREATE FUNCTION evil.string_to_array(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.text[] LANGUAGE sql AS
-    'SELECT ARRAY[evil.trap()::text]';
-CREATE FUNCTION evil.chr(pg_catalog.int4) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
-CREATE FUNCTION evil.make_interval(secs pg_catalog.float8) RETURNS interval LANGUAGE sql AS
-    'SELECT evil.trap() - evil.trap()';
-CREATE FUNCTION evil.nextval(pg_catalog.text) RETURNS pg_catalog.int8 LANGUAGE sql AS
-    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
-CREATE FUNCTION evil.later(pg_catalog.timestamptz, interval) RETURNS pg_catalog.timestamptz LANGUAGE sql AS
-    'SELECT evil.trap()';
-CREATE OPERATOR evil.+ (LEFTARG = pg_catalog.timestamptz, RIGHTARG = interval, FUNCTION = evil.later);
-CREATE FUNCTION evil.same(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.bool LANGUAGE sql AS
-    'SELECT evil.trap() IS NULL';
-CREATE OPERATOR evil.= (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
-CREATE OPERATOR evil.!~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
-CREATE OPERATOR evil.~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
-CREATE FUNCTION evil.at_most(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool LANGUAGE sql AS
-    'SELECT evil.trap() IS NULL';
-CREATE OPERATOR evil.<= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
-CREATE OPERATOR evil.= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
-CREATE FUNCTION evil.abs(pg_catalog.int8) RETURNS pg_catalog.int8 LANGUAGE sql AS
-    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
-CREATE FUNCTION evil.length(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
-    'SELECT evil.abs(1)::pg_catalog.int4';
-CREATE FUNCTION evil.hashtext(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
-    'SELECT evil.abs(1)::pg_catalog.int4';
-CREATE FUNCTION evil.pg_try_advisory_xact_lock_shared(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool
-    LANGUAGE sql AS 'SELECT evil.trap() IS NULL';
-CREATE TABLE evil.message_live (id pg_catalog.int8);
-CREATE TEMP TABLE message (id pg_catalog.int8);
-CREATE TEMP TABLE key_head (id pg_catalog.int8);
-CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS
-    'SELECT evil.trap()::text';
-"""
-
-
-@pytest.mark.parametrize("search_path", ["", "evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
-def test_the_callers_search_path_has_no_effect(rolled_back: psycopg.Connection, search_path: str) -> None:
-    rolled_back.execute(HOSTILE)
-    rolled_back.execute("SELECT set_config('search_path', %s, true)", (search_path,))
-    keyed = {
-        "coalesce_key": ("c", CancelResult.CANCELLED),
-        "dedupe_key": ("d", CancelResult.ALREADY_CANCELLED),
-    }
-    call = "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'c', headers => '{\"a\": \"b\"}')"
-    first = scalar(rolled_back, call)
-    assert isinstance(first, int)
-    plain = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{}')")
-
-    outbox = Outbox()
-    also_plain = outbox.on(rolled_back).enqueue("mail", {})
-    one = outbox.on(rolled_back).enqueue("mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
-    again, other = outbox.on(rolled_back).enqueue_many(
-        [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
-    )
-    assert again == Enqueued(one.id, True)
-    (fanned,) = outbox.on(rolled_back).enqueue_fanout("mail", {}, ["a:1"], content={}, delay=1)
-    for name, (key, result) in keyed.items():
-        target: dict[str, str] = {name: key}
-        assert outbox.on(rolled_back).cancel(topic="mail", **target) is result  # type: ignore[arg-type] # keys by name
-    rolled_back.execute("SET LOCAL search_path = pg_catalog")
-    ids = [first, plain, also_plain.id, one.id, other.id, fanned.id]
-    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", ids) == len(ids)
-
-
-@pytest.mark.parametrize("function", ["enqueue_many", "enqueue_fanout", "_enqueue_receipt"])
-def test_the_hostile_schema_catches_an_unpinned_function(rolled_back: psycopg.Connection, function: str) -> None:
-    rolled_back.execute(HOSTILE)
-    rolled_back.execute(f"ALTER FUNCTION pgoutbox.{function} RESET search_path".encode())
-    rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
-    calls: Mapping[str, Callable[[], object]] = {
-        "enqueue_many": lambda: Outbox().on(rolled_back).enqueue_many([NewMessage("mail", 1)]),
-        "enqueue_fanout": lambda: Outbox().on(rolled_back).enqueue_fanout("mail", 1, ["a:1"]),
-        "_enqueue_receipt": lambda: Outbox().on(rolled_back).enqueue("mail", 1, dedupe_key="k"),
-    }
-    with pytest.raises(psycopg.Error, match=r"trapped|text_check"):
-        calls[function]()
 
 
 @pytest.mark.parametrize(
@@ -665,14 +479,6 @@ def test_enqueue_is_inlined_into_its_call(
     assert "pgoutbox._enqueue_receipt(" in output
     assert "pgoutbox.enqueue(" not in output
     assert ("::pgoutbox.draft" in output and "NULL::pgoutbox.draft" not in output) is has_options
-
-
-def test_the_hostile_schema_catches_an_unpinned_path(rolled_back: psycopg.Connection) -> None:
-    rolled_back.execute(HOSTILE)
-    rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
-    for statement in ("SELECT 'a'::text", "SELECT now()", "SELECT 'a'::pg_catalog.text = 'a'::pg_catalog.text"):
-        with pytest.raises(psycopg.Error), rolled_back.transaction():
-            rolled_back.execute(statement)
 
 
 def test_a_trigger_enqueues_in_the_business_transaction(rolled_back: psycopg.Connection) -> None:

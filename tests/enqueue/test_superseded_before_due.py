@@ -106,27 +106,6 @@ def test_a_retry_in_its_back_off_is_skipped(connection: psycopg.Connection) -> N
 
 
 @in_both_ways
-def test_a_due_message_is_left_to_its_claim(connection: psycopg.Connection, enqueue_newer: EnqueueNewer) -> None:
-    older = enqueue(connection, coalesce_key="k")
-    enqueue_newer(connection)
-    assert state_of(connection, older) == "pending"
-    view = "SELECT reason FROM pgoutbox.waiting_view WHERE id = %s"
-    assert connection.execute(view, [older]).fetchone() == ("superseded",)
-
-
-@in_both_ways
-def test_a_message_that_fell_due_since_the_transaction_began_is_left_to_its_claim(
-    db: psycopg.Connection, connect: Connect, enqueue_newer: EnqueueNewer
-) -> None:
-    producer = connect()
-    producer.execute("SELECT now()")
-    older = enqueue(db, coalesce_key="k")
-    enqueue_newer(producer)
-    producer.commit()
-    assert state_of(db, older) == "pending"
-
-
-@in_both_ways
 def test_an_attempt_in_flight_is_left_alone(db: psycopg.Connection, enqueue_newer: EnqueueNewer) -> None:
     older = enqueue(db, coalesce_key="k")
     assert [row.id for row in claim(db)] == [older]
@@ -152,17 +131,3 @@ def test_an_enqueue_waits_for_no_lock_of_the_older_message(
     holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [older])
     enqueue_newer(db)
     assert state_of(db, older) == "pending"
-
-
-@in_both_ways
-def test_a_repeatable_read_transaction_does_not_fail_because_a_worker_claimed(
-    db: psycopg.Connection, connect: Connect, enqueue_newer: EnqueueNewer
-) -> None:
-    older, producer = enqueue(db, coalesce_key="k", available_at=tomorrow()), connect()
-    producer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    producer.execute("SELECT FROM pgoutbox.message")
-    make_due(db, older)
-    assert [row.id for row in claim(db)] == [older]
-    newer = enqueue_newer(producer)
-    producer.commit()
-    assert [state_of(db, i) for i in (older, newer)] == ["sending", "pending"]

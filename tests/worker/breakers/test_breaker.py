@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,10 @@ from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import accepting_server, scripted_server
 from tests.support.waiting import until
-from tests.support.worker_process import WorkerProcess
 from tests.support.worker_sql import run_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
     import psycopg
 
@@ -115,19 +112,6 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         )  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
-
-
-async def test_postponed_messages_are_sent_after_an_operator_closed_the_breaker(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    """Without that they would wait for hours."""
-    app = App(dsn, breaker_failures=1, **LONG)
-    async with line_host(Mood.DROP) as host, running(app.worker()):
-        held = [enqueue(db, destination=host.destination) for _ in range(3)]
-        await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
-        host.mood = Mood.TAKE
-        assert db.execute("SELECT * FROM pgoutbox.close_breaker(%s)", [host.key]).fetchall() == [(True, 3)]
-        await until(all_sent(db, held))
 
 
 async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
@@ -269,21 +253,6 @@ async def test_another_worker_learns_of_the_open_breaker_at_its_first_failure_at
         assert row_of(db, message_id).due_in_seconds > 1
 
 
-async def test_a_row_deleted_by_an_operator_closes_the_breaker_for_all_workers(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    app = App(dsn, **BRIEF)
-    async with line_host(Mood.DROP) as host, running(app.worker()):
-        with reports() as heard:
-            message_id = enqueue(db, destination=host.destination)
-            await heard.wait_for(LogEvent.BREAKER_OPENED)
-            host.mood = Mood.TAKE
-            db.execute("DELETE FROM pgoutbox.breaker")
-            await until(all_sent(db, [message_id]))
-        assert LogEvent.BREAKER_CLOSED not in heard.events
-        assert not is_open(db, host.key)
-
-
 # --- probe ------------------------------------------------------------------------------------------------------------
 
 
@@ -390,38 +359,7 @@ async def test_a_handler_that_sends_nothing_does_not_block_probes(dsn: str, db: 
             await until(all_sent(db, [last]))
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-PROCESS_SETTINGS = {
-    "breaker_cooldown_seconds": "0.2",
-    "breaker_max_cooldown_seconds": "0.5",
-    "breaker_probe_timeout_seconds": "1",
-    "shutdown_grace_seconds": "0",
-}
-
-
-@contextlib.contextmanager
-def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
-    """Start a worker of the line application as a process."""
-    process = WorkerProcess(
-        "tests.support.breaker_app:outbox", log=log / "worker.log", settings={"dsn": dsn} | PROCESS_SETTINGS
-    )
-    try:
-        yield process
-    finally:
-        process.end()
-
-
-async def test_the_breaker_survives_the_restart_of_every_process(
-    dsn: str, db: psycopg.Connection, tmp_path: Path
-) -> None:
-    async with line_host() as host:
-        await open_breaker(db, App(dsn, **LONG), host)
-        message_id = enqueue(db, destination=host.destination)
-        with worker_process(dsn, tmp_path):
-            await until(lambda: attempts_of(db, message_id))
-        assert outcomes_of(db, message_id)[0] == "snoozed"
-        assert is_open(db, host.key)
+# --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_new_worker_closes_a_breaker_that_a_vanished_worker_opened(dsn: str, db: psycopg.Connection) -> None:
@@ -506,28 +444,7 @@ async def test_which_smtp_failures_open_the_breaker_of_the_mail_server(
         assert row_of(db, message_id).state == ("pending" if opens else "failed")
 
 
-async def test_the_breaker_key_of_the_mail_server_is_its_address(dsn: str) -> None:
-    outbox = mail_app(dsn, 2525)
-    transport = SmtpTransport(outbox.settings)
-    message: Message[object] = Message(
-        1,
-        "greet",
-        "default",
-        None,
-        None,
-        {},
-        1,
-        11,
-        *[None] * 3,  # type: ignore[arg-type] # Looked at by nobody.
-    )
-    assert transport.breaker_key(message, None) == "smtp:127.0.0.1:2525"
-
-
 # --- alerts -----------------------------------------------------------------------------------------------------------
-
-
-def has_attempts(db: psycopg.Connection, message_id: int, count: int) -> bool:
-    return len(attempts_of(db, message_id)) >= count
 
 
 def alert_rows(db: psycopg.Connection) -> list[tuple[str, str, str]]:
@@ -570,21 +487,4 @@ async def test_an_alert_about_the_mail_server_waits_for_it_and_creates_no_other_
             await until(all_sent(db, ids))
             await until(lambda: [row[:2] for row in alert_rows(db)][-1] == ("closed", "sent"))
         assert [event for event, _, _ in alert_rows(db)] == ["opened", "closed"]
-        assert not is_open(db, f"smtp:127.0.0.1:{server.port}")
-
-
-async def test_a_failed_alert_does_not_count(dsn: str, db: psycopg.Connection) -> None:
-    async with scripted_server({"connect": "421 4.3.2 down"}) as server:
-        outbox = mail_app(dsn, server.port, alert_destination="mailto:ops@example.org", breaker_failures=2)
-        alert = enqueue(
-            db,
-            "pgoutbox.alert",
-            {"breaker": "x", "event": "opened", "opened_at": "then", "error": "why"},
-            destination="mailto:ops@example.org",
-        )
-        async with running(Worker(outbox)):
-            for count in range(1, 5):
-                make_due(db, alert)
-                db.execute("SELECT pgoutbox._notify_workers('default')")
-                await until(partial(has_attempts, db, alert, count))
         assert not is_open(db, f"smtp:127.0.0.1:{server.port}")

@@ -251,52 +251,6 @@ async def opened(one: Member, db: psycopg.Connection, key: str = KEY) -> None:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_consecutive_failures_count_at_any_interval(
-    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
-) -> None:
-    one = member(breaker_failures=3)
-    one.at[KEY].answer = DEAD
-    for number in range(3):
-        assert not is_open(db)
-        await one.send(number)
-        clock.now += HOUR
-        if number == 1:
-            one.at[KEY].answer = Permanent("no such address")  # This outcome does not concern the destination.
-            await one.send(number)
-            one.at[KEY].answer = DEAD
-    assert is_open(db)
-
-
-async def test_the_error_rate_covers_one_minute(
-    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
-) -> None:
-    one = member(breaker_failures=1_000)
-    one.at[KEY].answer = DEAD
-    for seconds, count in ((61, 19), (61, 19), (0, 1)):
-        assert not is_open(db)
-        clock.now += seconds
-        for number in range(count):
-            await one.send(number)
-    assert is_open(db)
-
-
-async def test_successes_count_for_the_error_rate(member: Callable[..., Member], db: psycopg.Connection) -> None:
-    one = member(breaker_failures=1_000, breaker_error_rate=0.5)
-    for number in range(60):
-        one.at[KEY].answer = DEAD if number % 3 == 0 else SENT
-        await one.send(number)
-    assert not is_open(db)
-
-
-async def test_one_success_ends_a_series_of_failures(member: Callable[..., Member], db: psycopg.Connection) -> None:
-    one = member(breaker_failures=2)
-    answers: list[Outcome] = [DEAD, SENT, DEAD, SENT]
-    for number, answer in enumerate(answers):
-        one.at[KEY].answer = answer
-        await one.send(number)
-    assert not is_open(db)
-
-
 async def test_a_failure_with_an_unstorable_text_counts(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
@@ -318,16 +272,6 @@ async def test_a_send_that_times_out_counts_unless_it_is_an_alert(
         task.cancel()
     await one.breakers.close()
     assert is_open(db) is counts
-
-
-async def test_sends_that_time_out_count_together(member: Callable[..., Member], db: psycopg.Connection) -> None:
-    one = member(breaker_failures=2)
-    for number in range(2):
-        assert not is_open(db)
-        async with one.sending(number) as task:
-            task.cancel()
-    await one.breakers.close()
-    assert is_open(db)
 
 
 async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
@@ -826,17 +770,6 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_changes_a_break
     await one.breakers.close()
     assert is_open(db)
     assert asked.count("probe") == 1
-
-
-async def test_only_topics_that_render_for_the_destination_are_held_back(
-    member: Callable[..., Member], db: psycopg.Connection
-) -> None:
-    one = member()
-    await opened(one, db)
-    assert await one.refusal(2) is not None
-    assert await one.refusal(2, topic="own") is None
-    assert await one.refusal(2, None) is None
-    assert await one.refusal(2, "tel:1") is None
 
 
 # --- refresh ---------------------------------------------------------------------------------------------------------

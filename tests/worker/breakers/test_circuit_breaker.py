@@ -151,6 +151,11 @@ def test_the_rate_begins_again_after_a_minute() -> None:
     assert not breaker.is_forgettable(NOW + 122), "failures in succession count at any interval"
 
 
+def test_failures_in_succession_count_at_any_interval() -> None:
+    breaker = breaker_in("closed")
+    assert [count(breaker, "f", NOW + hours * 3_600) for hours in range(3)] == ["f", "f", "F"]
+
+
 def test_closing_forgets_the_counts() -> None:
     breaker = breaker_in("closed")
     assert [breaker.record_failure(OUTAGE, NOW) for _ in range(3)] == [False, False, True]
