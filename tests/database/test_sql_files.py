@@ -41,7 +41,10 @@ def statements_named_in(source: str) -> set[str]:
         names |= {
             node.attr
             for node in nodes
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sql" and node.attr.isupper()
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "sql"
+            and node.attr.isupper()
         }
     return names
 

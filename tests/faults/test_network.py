@@ -90,7 +90,6 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_heart
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
 
 
-@pytest.mark.slow
 async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     dsn: str, db: psycopg.Connection, port: socket.socket
 ) -> None:
@@ -320,7 +319,6 @@ async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_mes
 # --- a slow network ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay_seconds", "bytes_per_second", "lease_seconds"),
     [(0.1, None, 3.0), (0.1, 8_000, 6.0)],

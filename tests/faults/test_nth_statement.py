@@ -582,7 +582,6 @@ CATALOG = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_an_interrupted_migration_leaves_the_old_or_the_new_schema_and_is_repeatable(
     empty_dsn: str, tmp_path: Path, direction: str

@@ -253,7 +253,6 @@ def is_asleep(db: psycopg.Connection, worker: WorkerProcess) -> bool:
     return row is not None
 
 
-@pytest.mark.slow
 def test_frozen_idle_workers_do_not_keep_a_message_from_a_healthy_one(db: psycopg.Connection, fleet: Fleet) -> None:
     """No poll and no heartbeat is due, so only the notification can help."""
     workers = []

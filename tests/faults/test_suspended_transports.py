@@ -48,7 +48,6 @@ def start_worker(dsn: str, inbox: Inbox, tmp_path: Path) -> Iterator[Callable[[]
         worker.end()
 
 
-@pytest.mark.slow
 async def test_emails_that_waited_for_a_connection_of_a_suspended_worker_are_not_sent_again(
     db: psycopg.Connection, inbox: Inbox, start_worker: Callable[[], WorkerProcess]
 ) -> None:

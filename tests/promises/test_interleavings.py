@@ -1,8 +1,4 @@
-"""A worker's transactions beside acts of producers and operators on the same message.
-
-Each of the two stops before its commit, the other one works until it ends or waits, and the first one commits or rolls
-back. In every order no rule of the table breaks, and no message is lost.
-"""
+"""A worker beside acts of producers and operators: no rule breaks, and only the documented transitions occur."""
 
 from __future__ import annotations
 
@@ -26,13 +22,27 @@ from pgoutbox import (
     Permanent,
     RetryPolicy,
     Sent,
+    Skip,
     State,
     Transient,
     Worker,
 )
 from pgoutbox.operations import MessageResult, Operator
+from tests.support.held import Held, delivered_once
 from tests.support.judge import install_judge, violations
-from tests.support.outbox_actions import PATIENCE_SECONDS, begin, enqueue, lapse, make_due, rows_of, settings_for
+from tests.support.outbox_actions import (
+    PATIENCE_SECONDS,
+    begin,
+    cancel,
+    enqueue,
+    expire,
+    lapse,
+    make_due,
+    redrive,
+    rows_of,
+    running,
+    settings_for,
+)
 from tests.support.proxy import Proxy, proxy_to
 from tests.support.waiting import until
 
@@ -317,3 +327,56 @@ async def test_a_claim_or_finish_and_an_act_on_one_message_keep_all_rules_in_eit
         if found := found + broken_rules(stage.db, scene, act):
             problems[act] = found
     assert problems == {}
+
+
+# As docs/explanation/lifecycle.md has them.
+TRANSITIONS = {
+    "pending": ("sending", "cancelled", "skipped"),
+    "sending": ("pending", "sending", "sent", "skipped", "failed", "cancelled"),
+    "failed": ("pending", "skipped"),
+    "cancelled": ("pending",),
+}
+NOTE_TRANSITIONS = """
+    CREATE TABLE public.seen (before text, after text);
+    CREATE FUNCTION public.note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+    BEGIN
+        INSERT INTO public.seen VALUES (OLD.state, NEW.state);
+        RETURN NEW;
+    END $$;
+    CREATE TRIGGER note BEFORE UPDATE ON pgoutbox.message FOR EACH ROW
+        WHEN (OLD.state <> NEW.state OR OLD.attempt_count <> NEW.attempt_count)
+        EXECUTE FUNCTION public.note();
+"""
+
+
+async def test_all_transitions_of_the_state_machine_occur_and_no_others(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(NOTE_TRANSITIONS)
+    endings: list[Outcome] = [
+        Sent(),
+        Transient("busy"),
+        Permanent("no"),
+        Skip("not needed"),
+        Permanent("no"),
+        Transient("busy"),
+    ]
+    held = Held(dsn, concurrency=len(endings))
+    with db.transaction():
+        ids = [enqueue(db) for _ in endings]
+    async with running(held.worker):
+        await held.until_begun(*ids)
+        assert cancel(db, ids[-1]) == "requested"
+        for message_id, outcome in zip(ids, endings, strict=True):
+            held.end(message_id, outcome)
+        await until(lambda: all(row.state != "sending" for row in rows_of(db)))
+    assert cancel(db, ids[1]) == "cancelled"
+    Operator(db).dismiss(ids[-2], "known")
+    for message_id in (ids[1], ids[2]):
+        redrive(db, message_id)
+    with db.transaction():
+        expire(db, enqueue(db))
+        dead = enqueue(db, max_attempts=2)  # It may have killed its worker, so it begins alone and at once.
+        begin(db, dead)
+        lapse(db, dead)
+    await delivered_once(dsn, "greet")
+    seen = {*db.execute("SELECT before, after FROM public.seen").fetchall()}
+    assert seen == {(before, after) for before, afters in TRANSITIONS.items() for after in afters}

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
     from tests.promises.conftest import StartWorker
 
-pytestmark = pytest.mark.slow
-
 HOUR: Final = 3600.0
 APPLICATION: Final = """
     from pgoutbox import Context, Message, Outbox

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import pytest
-
 from pgoutbox import Outbox, Settings
 from tests.support.dialogues import HOST
 from tests.support.smtp_server import Reply, scripted_server
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 
     from tests.promises.conftest import StartWorker
     from tests.support.worker_process import WorkerProcess
-
-pytestmark = pytest.mark.slow
 
 APPLICATION: Final = """
     from pgoutbox import Context, Email, Message, Outbox, RetryPolicy

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-
 import pgoutbox
 from tests.support.outbox_actions import enqueue
 from tests.support.waiting import wait_until
@@ -30,7 +28,6 @@ APPLICATION = """
 SESSIONS = "FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"
 
 
-@pytest.mark.slow
 def test_a_worker_without_its_sql_files_delivers_and_reconnects(
     db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path
 ) -> None:

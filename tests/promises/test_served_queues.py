@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from tests.promises.conftest import StartWorker
 
-pytestmark = pytest.mark.slow
-
 APPLICATION = """
     from pgoutbox import Context, Message, Outbox, Topic
 

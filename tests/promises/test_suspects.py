@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from tests.promises.conftest import StartWorker
 
-pytestmark = pytest.mark.slow
-
 # Each handler appends the id of its message to a file. All messages may be lost once, so each is then a suspect.
 APPLICATION = """
     import asyncio

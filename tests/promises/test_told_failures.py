@@ -6,8 +6,6 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.support.outbox_actions import enqueue
 from tests.support.waiting import wait_until
 
@@ -38,7 +36,6 @@ APPLICATION = """
 """
 
 
-@pytest.mark.slow
 def test_failures_of_a_killed_worker_are_told_at_the_start_of_the_next_one(
     db: psycopg.Connection, start_worker: StartWorker, tmp_path: Path
 ) -> None:

@@ -7,8 +7,6 @@ import re
 import urllib.request
 from typing import TYPE_CHECKING, Final
 
-import pytest
-
 from tests.support.command_line import run_process
 from tests.support.ports import free_ports
 from tests.support.waiting import until
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from tests.promises.conftest import StartWorker
-
-pytestmark = pytest.mark.slow
 
 APPLICATION: Final = """
     from pgoutbox import Context, Message, Outbox, Snooze
