@@ -64,25 +64,6 @@ async def test_an_attempted_message_no_longer_waits_for_newer_ones(dsn: str, db:
     assert waiting_since(db) != since
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_the_second_of_two_concurrent_producers_waits_since_the_first(
-    dsn: str, connect: Connect, known: bool
-) -> None:
-    db, first, second = connect(autocommit=True), connect(), connect()
-    if known:
-        delivered = debounce(db)
-        assert await delivered_once(dsn, "greet") == [delivered]
-    debounce(first)
-    since = waiting_since(first)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(debounce, second)
-        races.until_blocked(db, second, waiting)
-        first.commit()
-        waiting.result()
-    second.commit()
-    assert waiting_since(db) == since
-
-
 # --- several messages in one call -------------------------------------------------------------------------------------
 
 LIMITED: Mapping[str, object] = {"topic": "greet", "payload": 1, "coalesce_key": "k", "delay": 60, "max_delay": 90}

@@ -90,24 +90,6 @@ def test_a_key_taken_between_the_query_and_the_lock_is_not_taken_twice(
     assert live_count(db) == 1
 
 
-@pytest.mark.parametrize("way", BOTH)
-def test_an_enqueue_waits_for_a_redrive_of_the_cancelled_message_and_is_its_duplicate(
-    outbox: Outbox, connect: Connect, db: psycopg.Connection, way: str
-) -> None:
-    operator, producer = connect(), connect()
-    first = again(outbox, operator, way)
-    outbox.on(operator).cancel(first.id)
-    operator.commit()
-    assert redrive(operator, first.id)
-    with ThreadPoolExecutor(1) as threads:
-        second = threads.submit(again, outbox, producer, way)
-        races.until_blocked(db, producer, second)
-        operator.commit()
-        assert second.result() == Enqueued(first.id, True)
-    producer.commit()
-    assert live_count(db) == 1
-
-
 def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:

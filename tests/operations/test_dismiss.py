@@ -48,14 +48,6 @@ def test_missing_and_locked_messages_are_named(db: psycopg.Connection, connect: 
     assert operator.dismiss(2**40, "spam").result is ActResult.MISSING
 
 
-def test_a_message_that_failed_again_since_is_left_alone(rolled_back: psycopg.Connection) -> None:
-    message_id = put(rolled_back, State.FAILED)
-    attempt_count = row_of(rolled_back, message_id).attempt_count
-    call = "SELECT result FROM pgoutbox.dismiss(%s, 'spam', %s)"
-    assert rolled_back.execute(call, [[message_id], [attempt_count + 1]]).fetchone() == ("changed",)
-    assert rolled_back.execute(call, [[message_id], [attempt_count]]).fetchone() == ("dismissed",)
-
-
 @pytest.mark.parametrize("reason", ["", " ", "x" * 1_001, None])
 def test_a_reason_is_necessary(rolled_back: psycopg.Connection, reason: str | None) -> None:
     with pytest.raises(ArgumentError, match="reason: must have 1 to 1,000 characters"):

@@ -335,12 +335,6 @@ class TestRedrive:
         answer = Operator(operator).redrive(message_id)
         assert answer.result is ActResult.LOCKED
 
-    def test_a_redrive_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
-        message_id = put(operator, State.FAILED)
-        with sleeping_worker(connect) as rings:
-            Operator(operator).redrive(message_id)
-            assert rings() == ["all default"]
-
     def test_a_redrive_is_refused_if_another_message_has_taken_the_dedupe_key(
         self, rolled_back: psycopg.Connection
     ) -> None:

@@ -121,21 +121,6 @@ class TestPrune:
             *(old[state] for state in State if state is not ruled), young, foreign,
         ]  # fmt: skip
 
-    def test_the_rule_of_all_topics_applies_to_topics_without_their_own(self, rolled_back: psycopg.Connection) -> None:
-        Operator(rolled_back).set_retention("*", "sent", DAY)
-        Operator(rolled_back).set_retention("longer", "sent", 3 * DAY)
-        Operator(rolled_back).set_retention("forever", "sent", None)
-        Operator(rolled_back).set_retention("shorter", "sent", DAY / 2)
-        Operator(rolled_back).set_retention("other", "failed", None)
-        kept = {
-            put(rolled_back, State.SENT, topic=topic, age=age)
-            for topic, age in (("longer", 2 * DAY), ("forever", 99 * DAY), ("mail", DAY / 2))
-        }
-        for topic, age in (("longer", 4 * DAY), ("shorter", DAY * 0.75), ("mail", 2 * DAY), ("other", 2 * DAY)):
-            put(rolled_back, State.SENT, topic=topic, age=age)
-        assert Operator(rolled_back).prune_by_retention().messages == {State.SENT: 4}
-        assert {row.id for row in rows_of(rolled_back)} == kept
-
     @pytest.mark.parametrize("state", sorted(FINAL_STATES))
     def test_zero_deletes_existing_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
         Operator(rolled_back).set_retention("*", state, ZERO)
@@ -308,12 +293,6 @@ class TestPrune:
         roles = ("pgoutbox_owner", "pgoutbox_operator")
         with login(dsn, *roles) as theirs, psycopg.connect(theirs, autocommit=True) as connection:
             Operator(connection).set_retention("*", "audit", 30 * DAY)
-
-    def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
-        Operator(operator).set_retention("*", "sent", DAY)
-        message_id = put(operator, State.SENT, age=2 * DAY)
-        connect().execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        assert Operator(operator).prune_by_retention().total == 0
 
     def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
         Operator(operator).set_retention("*", "sent", DAY)

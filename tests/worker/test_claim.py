@@ -130,16 +130,6 @@ def test_a_topic_without_a_handler_is_not_claimed(rolled_back: psycopg.Connectio
     assert row_of(rolled_back, unknown).attempt_count == 0
 
 
-def test_a_paused_queue_is_not_claimed_in_either_lane(rolled_back: psycopg.Connection) -> None:
-    enqueue(rolled_back)
-    retried(rolled_back)
-    rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
-    assert claim(rolled_back) == []
-    assert claim(rolled_back, fresh_only=True) == []
-    rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = NULL")
-    assert len(ids_in_flight(claim(rolled_back))) == 2
-
-
 def test_retries_fill_the_room_that_fresh_messages_leave(rolled_back: psycopg.Connection) -> None:
     retries = [retried(rolled_back) for _ in range(3)]
     fresh = [enqueue(rolled_back) for _ in range(2)]
@@ -189,28 +179,12 @@ def test_a_key_of_another_topic_supersedes_nothing(rolled_back: psycopg.Connecti
     assert ids_in_flight(claim(rolled_back, topics=["greet", "bill"])) == [greeting, invoice]
 
 
-def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg.Connection) -> None:
-    predecessor = in_flight(rolled_back, coalesce_key="k")
-    successor = enqueue(rolled_back, coalesce_key="k")
-    other = enqueue(rolled_back, coalesce_key="other")
-    assert ids_in_flight(claim(rolled_back)) == [other]
-    finish(rolled_back, End(predecessor, 1, AttemptOutcome.FAILED, "no"), worker="first")
-    assert ids_in_flight(claim(rolled_back)) == [successor]
-
-
 def test_a_superseded_retry_is_skipped_while_its_successor_is_in_flight(rolled_back: psycopg.Connection) -> None:
     older = retried(rolled_back, coalesce_key="k")
     newer = enqueue(rolled_back, coalesce_key="k")
     assert ids_in_flight(claim(rolled_back, total=1)) == [newer]
     assert claim(rolled_back)[0].state == State.SKIPPED
     assert row_of(rolled_back, older).superseded_by == newer
-
-
-def test_a_superseded_lost_attempt_ends_skipped_and_frees_its_key(rolled_back: psycopg.Connection) -> None:
-    older = lost(rolled_back, coalesce_key="k")
-    newer = enqueue(rolled_back, coalesce_key="k")
-    assert ids_in_flight(claim(rolled_back)) == [newer]
-    assert state_of(rolled_back, older) == State.SKIPPED
 
 
 @pytest.mark.parametrize("fresh_only", [False, True], ids=["all lanes", "fresh"])

@@ -78,26 +78,6 @@ def test_each_outcome_leads_to_its_state(
     assert attempts_of(rolled_back, message_id) == [(1, outcome, asked.reason)]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "state"),
-    [
-        ("retry", "cancelled"),
-        ("snoozed", "cancelled"),
-        ("released", "cancelled"),
-        ("failed", "failed"),
-        ("skipped", "skipped"),
-    ],
-)
-def test_a_cancelled_message_never_becomes_pending_again(
-    rolled_back: psycopg.Connection, outcome: str, state: str
-) -> None:
-    message_id = in_flight(rolled_back)
-    assert cancel(rolled_back, message_id) == "requested"
-    assert finish(rolled_back, verdict(message_id, outcome)) == {message_id: state}
-    assert row_of(rolled_back, message_id).is_finished
-    assert [ended for _, ended, _ in attempts_of(rolled_back, message_id)] == [state]
-
-
 def test_a_cancelled_message_that_was_handed_over_ends_sent(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     cancel(rolled_back, message_id)

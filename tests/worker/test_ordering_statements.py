@@ -145,19 +145,6 @@ def test_a_halting_failure_does_not_block_earlier_messages(rolled_back: psycopg.
     assert ids_in_flight(claim_ordered(rolled_back)) == [first]
 
 
-def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Connection) -> None:
-    first, second, _ = ordered(rolled_back, 3)
-    claim_ordered(rolled_back)
-    finish(rolled_back, End(first, 1, AttemptOutcome.FAILED, "why"))
-    claim_ordered(rolled_back)
-    redrive(rolled_back, first)
-    assert claim_ordered(rolled_back) == []
-    assert claim_ordered(rolled_back) == []
-    finish_sent(rolled_back, (second, 1))
-    assert ids_in_flight(claim_ordered(rolled_back)) == [first]
-    assert claim_ordered(rolled_back) == []
-
-
 @pytest.mark.parametrize("meanwhile", ["in flight", "waiting for its retry"])
 def test_a_claim_of_a_limited_queue_leaves_the_message_of_another_claim_alone(connect: Connect, meanwhile: str) -> None:
     """It began before the other one committed, and does not wait for it."""
@@ -257,12 +244,6 @@ def test_ordered_messages_in_a_limited_queue_take_tokens_too(rolled_back: psycop
     ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
     Operator(rolled_back).limit_rate("default", Rate(60, 3600), burst=2)
     assert ids_in_flight(claim_ordered(rolled_back)) == ids[:2]
-    assert claim_ordered(rolled_back) == []
-
-
-def test_a_paused_queue_is_not_claimed_in_this_lane(rolled_back: psycopg.Connection) -> None:
-    ordered(rolled_back, 1)
-    Operator(rolled_back).pause("default")
     assert claim_ordered(rolled_back) == []
 
 

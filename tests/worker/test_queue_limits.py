@@ -15,8 +15,8 @@ from pgoutbox.kernel import statements
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.settings import load_settings
 from tests.support.held_messages import open_breaker
-from tests.support.outbox_actions import Options, enqueue, expire, lapse, state_of
-from tests.support.worker_sql import ask_for_locks, claim, finish_sent, ids_in_flight
+from tests.support.outbox_actions import Options, enqueue, lapse
+from tests.support.worker_sql import ask_for_locks, claim, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,31 +201,11 @@ def test_an_empty_claim_takes_no_tokens(rolled_back: psycopg.Connection) -> None
     assert tokens(rolled_back) == 2
 
 
-def test_a_message_that_ends_without_an_attempt_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
-    expired, due = enqueued(rolled_back, 2)
-    expire(rolled_back, expired)
-    limit(rolled_back, 60, burst=2)
-    claim(rolled_back)
-    assert (state_of(rolled_back, expired), state_of(rolled_back, due)) == ("skipped", "sending")
-    assert 1 <= tokens(rolled_back) < 1.1
-
-
 def impatient(connect: Connect) -> psycopg.Connection:
     """Return a session whose statements fail instead of waiting for a lock."""
     connection = connect(autocommit=True)
     connection.execute("SET lock_timeout = '1ms'")
     return connection
-
-
-def test_concurrent_claims_share_the_tokens(connect: Connect) -> None:
-    """The second claim began before the first one committed, and does not wait for the queue's row."""
-    ours, theirs = impatient(connect), connect()
-    ids = enqueued(ours, 4)
-    limit(ours, 60, burst=3)
-    assert ids_in_flight(claim(theirs, total=2)) == ids[:2]
-    assert claim(ours) == []
-    theirs.commit()
-    assert ids_in_flight(claim(ours)) == [ids[2]]
 
 
 @pytest.mark.parametrize(
@@ -258,15 +238,6 @@ def test_a_claim_never_waits_for_a_queue_without_limits(connect: Connect) -> Non
     assert ids_in_flight(claim(ours)) == ids[1:]
 
 
-def test_at_most_the_limit_is_in_flight(rolled_back: psycopg.Connection) -> None:
-    ids = enqueued(rolled_back, 5)
-    Operator(rolled_back).limit_in_flight("default", 2)
-    assert ids_in_flight(claim(rolled_back)) == ids[:2]
-    assert claim(rolled_back) == []
-    finish_sent(rolled_back, (ids[0], 1))
-    assert ids_in_flight(claim(rolled_back)) == [ids[2]]
-
-
 def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
     """Otherwise it could never be repeated."""
     first, _ = enqueued(rolled_back, 2, max_attempts=2)
@@ -275,16 +246,6 @@ def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connect
     lapse(rolled_back, first)
     assert ids_in_flight(claim(rolled_back, worker="successor")) == [first]
     assert claim(rolled_back) == []
-
-
-def test_concurrent_claims_share_the_in_flight_limit(connect: Connect) -> None:
-    ours, theirs = impatient(connect), connect()
-    ids = enqueued(ours, 4)
-    Operator(ours).limit_in_flight("default", 2)
-    assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
-    assert claim(ours) == []
-    theirs.commit()
-    assert ids_in_flight(claim(ours)) == [ids[1]]
 
 
 def test_the_next_permit_is_due_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:

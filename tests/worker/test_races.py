@@ -136,9 +136,6 @@ async def test_a_worker_that_meets_another_at_one_key_continues(outbox: Outbox, 
     assert ids_in_flight(claim(db)) == [newer]
 
 
-# --- stale finishes ---------------------------------------------------------------------------------------------------
-
-
 # --- cancel -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,24 +212,6 @@ def test_a_cancel_returns_the_state_of_the_message(connect: Connect, db: psycopg
     finish_sent(db, (message_id, 1))
     assert cancel(db, message_id) == "sent"
     assert cancel(db, 4711) == "missing"
-
-
-@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
-def test_a_cancel_with_an_old_snapshot_does_not_return_the_state_before_a_redrive(
-    connect: Connect, db: psycopg.Connection, level: psycopg.IsolationLevel
-) -> None:
-    application = connect()
-    application.isolation_level = level
-    message_id = enqueue(db)
-    claim(db)
-    finish(db, End(message_id, 1, AttemptOutcome.FAILED, "no"))
-    application.execute("SELECT FROM pgoutbox.message")
-    assert cancel(application, message_id) == "failed"
-    application.rollback()
-    application.execute("SELECT FROM pgoutbox.message")
-    redrive(db, message_id)
-    with pytest.raises(psycopg.errors.SerializationFailure):
-        cancel(application, message_id)
 
 
 @pytest.mark.parametrize("level", psycopg.IsolationLevel)

@@ -290,7 +290,7 @@ async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycop
             sent_count = len(host.attempts)
             await until(lambda: host.hung_count)
             passing = []
-            for queue in [*workers] * 10:
+            for queue in [*workers] * 3:
                 ids += [enqueue(db, queue=queue, destination=host.destination) for _ in range(3)]
                 passing.append(enqueue(db, queue=queue, destination=other.destination))
                 await until(lambda: set(states_of(db, *passing)) == {"sent"})
