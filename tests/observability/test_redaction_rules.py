@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,104 +64,6 @@ def test_the_input_is_not_modified() -> None:
     value: JsonValue = {"password": CANARY}
     redact(value)
     assert value == {"password": CANARY}
-
-
-@dataclass
-class Login:
-    """An object whose repr shows its fields."""
-
-    user: str
-    password: str
-
-
-QUOTING = {
-    "repr": repr({"to": "ann", "password": CANARY}),
-    "JSON": json.dumps({"to": "ann", "password": CANARY}),
-    "JSON in JSON": json.dumps([json.dumps({"to": "ann", "password": CANARY})]),
-    "JSON in JSON in a repr": repr([json.dumps([json.dumps({"password": CANARY, "to": "ann"})])]),
-    "a list": json.dumps({"password": ["x", CANARY], "to": "ann"}),
-    "an object": json.dumps({"password": {"a": 1, "b": ["]", CANARY]}, "to": "ann"}),
-    "bytes": repr({"password": CANARY.encode(), "to": "ann"}),
-    "dataclass": repr(Login("ann", CANARY)),
-    "subscript": f"data['password'] = {CANARY!r}; to ann",
-    "form": f"https://example.org/login?to=ann&password={CANARY}&page=2",
-    "form in quotes": f'GET "/login?to=ann&password={CANARY}" failed',
-    "conninfo": f"host=db user=ann password={CANARY} port=5432",
-    "spaces": f"ann: password = {CANARY}",
-    "comparison": f"ann: password == {CANARY}",
-    "an apostrophe": f"ann: password=it's{CANARY}",
-    "a quote": json.dumps({"to": "ann", "password": f'a"{CANARY}'}),
-    "an apostrophe in a repr": repr({"to": "ann", "password": f"it's {CANARY}"}),
-    "both quotes in a repr": repr({"to": "ann", "password": f'it\'s "{CANARY}"'}),
-    "a backslash": json.dumps({"password": "\\", "to": "ann", "token": CANARY}),
-    "a call": f"ann: token=Token('a', value={CANARY!r})",
-    "a row": f"ann: Key (token)=({CANARY}) already exists",
-    "cut off": f"ann: {{'password': '{CANARY}",
-    "cut off in brackets": f"ann: {{'password': ['{CANARY}",
-    "URL": f"cannot reach https://ann:{CANARY}@example.org/path for ann",
-    "URL without a name": f"ann: amqp://{CANARY}@host",
-    "URL with an at sign": f"ann: https://u:p@{CANARY}@host/",
-    "header": f"ann sent Authorization: Bearer {CANARY}\r\n",
-    "two words": f"ann sent authorization=Bearer {CANARY}, once",
-    "bearer": f"ann sent Bearer {CANARY}",
-    "cookie": f"ann sent Cookie: a=1; session={CANARY}",
-    "digits": f'ann: api-key="{CANARY}"',
-    "an abbreviation": f"ann: smtp_pass={CANARY}",
-    "an abbreviation in a repr": repr({"to": "ann", "pass": CANARY}),
-    "an abbreviation of conninfo": f"Uid=ann;Pwd={CANARY};",
-    "camel case": repr({"to": "ann", "smtpPass": CANARY}),
-    "no equals sign": f"ann: passwd {CANARY}",
-    "no equals sign in a sentence": f"ann: the password is {CANARY}!",
-    "key of a query": f"https://ann.example.org/maps?key={CANARY}&page=2",
-    "signed URL": f"https://ann.example.org/a?X-Amz-Signature={CANARY}&page=2",
-    "short signature": f"https://ann.example.org/a?sv=1&sig={CANARY}",
-    "jwt by name": f"https://ann.example.org/a?jwt={CANARY}",
-    "bare JWT": f"ann: eyJhbGciOiJub25lIn0.{CANARY}.{CANARY} is expired",
-    "bare JWT without signature": f"ann: eyJhbGciOiJub25lIn0.{CANARY}.",
-    "bare key of AWS": "ann: AKIAIOSFODNN7EXAMPLE".replace("IOSFODNN7EXAMPLE", "C4N4RYS3CRETXXXX"),
-    "bare key of Google": f"ann: AIzaSyA-{CANARY}-{CANARY}-1234567890",
-    "private key": f"ann: -----BEGIN RSA PRIVATE KEY-----\nMIIE{CANARY}\n-----END RSA PRIVATE KEY-----",
-    "private key that is cut off": f"ann: -----BEGIN PRIVATE KEY-----\\nMIIE{CANARY}",
-    "URL with a slash in its password": f"ann: amqp://user:pa/{CANARY}@host",
-    "URL with a hash in its password": f"ann: redis://:p#{CANARY}@host",
-    "URL with a blank in its password": f"ann: amqp://user:pa {CANARY}@host",
-    "URL with a question mark in its password": f"ann: https://user:pa?{CANARY}@host/",
-    "URL with a slash and an at sign": f"ann: amqp://user:p@a/{CANARY}@host",
-}
-
-
-@pytest.mark.parametrize("text", QUOTING.values(), ids=QUOTING)
-def test_a_text_that_quotes_a_value_under_a_sensitive_name_is_masked(text: str) -> None:
-    masked = redact_text(text)
-    assert CANARY not in masked
-    assert REDACTED in masked
-    assert "ann" in masked or "an object" in text or masked.index(REDACTED) < 60
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "no such mailbox",
-        "payload.token: Field required",
-        "the token has expired",
-        "535 5.7.8 Error: basic authentication failed",
-        "PGOUTBOX_SMTP_PASSWORD is not set",
-        "to=ann, page=2",
-        "https://example.org/a@b?x=1",
-        "mailto:ann@example.org",
-        'WWW-Authenticate: Bearer realm="x"',
-        "3 passengers=3, compass=4, design=5, assignature=6",
-        "Key (id)=(7) already exists",
-        'password authentication failed for user "ann"',
-        "https://example.org:8443/users/ann@example.org",
-        "cannot reach nats://example.org:4222, asked ann@example.org",
-        "cannot reach https://example.org:443 for ann@example.org",
-        "eyJ is how a JSON Web Token begins",
-    ],
-)
-def test_a_text_without_values_is_not_changed(text: str) -> None:
-    assert redact_text(text) == text
 
 
 def test_values_quoted_by_pydantic_are_masked() -> None:
