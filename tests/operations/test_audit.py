@@ -130,13 +130,6 @@ def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection)
     assert act.stated == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
 
 
-def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) -> None:
-    redrive_one(rolled_back)
-    (act,) = Operator(rolled_back).list_acts()
-    ((role,),) = rolled_back.execute("SELECT session_user::text")
-    assert (act.actor, act.db_role, act.origin) == (role, role, None)
-
-
 def test_each_operator_acts_under_its_own_name(rolled_back: psycopg.Connection) -> None:
     redrive_one(rolled_back, actor="grace")
     redrive_one(rolled_back, **ADA)

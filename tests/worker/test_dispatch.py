@@ -7,14 +7,14 @@ import gc
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox import Email, Outbox
-from pgoutbox.clock import Duration, elapsed_clock
+from pgoutbox import Email
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import (
@@ -94,36 +94,10 @@ async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def test_a_handler_that_does_not_take_two_arguments_is_refused_by_name() -> None:
-    def lonely(message: object) -> None: ...
-
-    with pytest.raises(ConfigurationError, match=r"lonely of topic 'greet': must take two arguments"):
-        handler_of(lonely)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(seconds=-1)])
-def test_a_timeout_must_be_positive(timeout: Duration) -> None:
-    with pytest.raises(ConfigurationError, match="timeout="):
-        Outbox().handler("greet", timeout=timeout)(lambda message, ctx: None)
-
-
-def test_an_unknown_value_of_on_unknown_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="on_unknown='ignore'"):
-        handler_of(lambda message, ctx: None, on_unknown=cast("OnUnknown", "ignore"))
-
-
 @pytest.mark.parametrize("size", [0, 5001])
 def test_a_batch_size_out_of_bounds_is_refused(size: int) -> None:
     with pytest.raises(ConfigurationError, match=f"max_size={size}: must be 1 to 5000"):
         handler_of(lambda message, ctx: None, max_size=size)
-
-
-def test_a_callable_object_with_an_async_call_is_async() -> None:
-    class Greeter:
-        async def __call__(self, message: object, ctx: object) -> None: ...
-
-    assert handler_of(Greeter()).is_async
-    assert not handler_of(lambda message, ctx: None).is_async
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
