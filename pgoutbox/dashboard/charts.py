@@ -90,19 +90,16 @@ def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> Chart:
     return Chart(label, values[-1].x, values, top, _times(slots), _since(slots, known, now), known[now])
 
 
-def marks_of(asked: Range, now: datetime, workers: Sequence[reads.Row]) -> list[Value]:
-    """Return the starts and ends of these workers in a range of time."""
+def marks_of(asked: Range, now: datetime, connection: Connection) -> list[Value]:
+    """Return the starts and the ends of workers in a range of time."""
     begin = asked.slots(now)[0]
-    moments = [
-        (at, f"{_utc(at)}: worker {row['worker']} {what}")
-        for row in workers
-        for at, what in (
-            (row["started_at"], f"started, version {row['version'] or 'unknown'}"),
-            (row["ended_at"], "ended"),
-        )
-        if at is not None and at >= begin
-    ]
-    return [Value((at - begin) / asked.width, 0, title) for at, title in sorted(moments)]
+    events = reads.worker_events(connection, begin)
+    return [Value((row["at"] - begin) / asked.width, 0, _title_of(row)) for row in reversed(events)]
+
+
+def _title_of(event: reads.Row) -> str:
+    version = f", version {event['version'] or 'unknown'}" if event["event"] == "started" else ""
+    return f"{_utc(event['at'])}: worker {event['name']} {event['event']}{version}"
 
 
 def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Collection[str]) -> dict[str, Chart]:

@@ -84,7 +84,7 @@ async def overview(request: Request) -> Response:
             "sent_chart": charts.messages_by_time(asked, now, counts, State.SENT),
             "failed_chart": charts.messages_by_time(asked, now, failed, State.FAILED),
             "latency_chart": charts.latency(asked, now, sent),
-            "marks": charts.marks_of(asked, now, workers),
+            "marks": charts.marks_of(asked, now, connection),
             "percentiles": list(zip(_SHARES, percentiles(sent.values(), _SHARES), strict=True)),
         }
 

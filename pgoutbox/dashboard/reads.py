@@ -169,6 +169,11 @@ def running_workers(connection: Connection) -> list[Row]:
     return rows(connection, sql.RUNNING_WORKERS, {"cap": CAP})
 
 
+def worker_events(connection: Connection, since: datetime) -> list[Row]:
+    """Return the starts and the ends of workers since this time, the newest ones."""
+    return rows(connection, sql.WORKER_EVENTS, {"since": since})
+
+
 def running_messages(connection: Connection) -> dict[str, list[Row]]:
     """Return the messages in flight by worker, those that have run longest first, a few of each worker."""
     found = rows(connection, sql.RUNNING_MESSAGES, {"cap": CAP, "limit": _RUNNING})

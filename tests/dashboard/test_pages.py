@@ -2644,6 +2644,18 @@ def test_the_page_of_workers_shows_their_slots_and_messages(site: Site, db: psyc
     assert "idle - default mail 0 - just now just now none" in page.words
 
 
+def test_the_charts_mark_the_starts_and_the_ends_of_workers(site: Site, db: psycopg.Connection) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, version, started_at, seen_at, stopped_at) VALUES"
+        " ('old:1', '{default}', '{mail}', '1.2.3', now() - interval '50 min', now(), now() - interval '5 min'),"
+        " ('killed:1', '{default}', '{mail}', '1.2.3', now() - interval '40 min', now() - interval '10 min', NULL),"
+        " ('new:1', '{default}', '{mail}', '1.2.4', now() - interval '4 min', now(), NULL)"
+    )
+    words = get(site.vera, "/").words
+    for mark in ("old:1 started, version 1.2.3", "old:1 stopped", "killed:1 lost", "new:1 started, version 1.2.4"):
+        assert f"UTC: worker {mark} " in words
+
+
 def test_the_page_of_workers_shows_a_worker_that_holds_messages_and_does_not_report(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

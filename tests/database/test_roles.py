@@ -58,7 +58,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
-    "queue_view", "redirect_view", "retention_view", "topic_pause_view", "waiting_view", "worker_view",
+    "queue_view", "redirect_view", "retention_view", "topic_pause_view", "waiting_view",
+    "worker_event_view", "worker_view",
 )  # fmt: skip
 
 LIMITED: Final = (
@@ -68,7 +69,7 @@ LIMITED: Final = (
 READ_BY_WORKERS: Final = (
     "blackout_view breaker_view cancel_request content home_view in_flight_view key_head maintenance_run message "
     "message_id_seq message_live message_view pulse_view queue queue_view redirect_view retention retention_view "
-    "topic_pause topic_pause_view worker_view"
+    "topic_pause topic_pause_view worker_event_view worker_view"
 )
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},

@@ -82,7 +82,7 @@ def test_messages_of_dead_workers_are_reported_once_an_hour_and_again_after_a_re
 
     enqueue_late()
     assert warnings_after(signal.SIGUSR1) == []  # The others seem to run.
-    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '3 minutes' WHERE name NOT LIKE 'watching:%'")
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '14 days' WHERE name NOT LIKE 'watching:%'")
     other = connect()
     other.execute("SELECT FROM pgoutbox.worker WHERE name LIKE 'locked:%' FOR UPDATE")
     warning = ("bulk", "no worker serves the queue of due messages")

@@ -74,7 +74,7 @@ BEGIN
             )),
             ('{pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON',
                 'message_view, queue_view, breaker_view, retention_view, pulse_view, redirect_view, blackout_view,
-                in_flight_view, worker_view, home_view, topic_pause_view'),
+                in_flight_view, worker_view, worker_event_view, home_view, topic_pause_view'),
             ('{pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'attempt_view, waiting_view'),
             ('{pgoutbox_worker, pgoutbox_operator}', 'SELECT ON', 'queue, retention'),
             ('{pgoutbox_operator}', 'SELECT ON', 'audit'),

@@ -1,5 +1,5 @@
--- The workers that run, and the last runs of pgoutbox worker --once or --drain. Other workers delete their row when
--- they stop.
+-- The workers that run, those that have stopped in the last two weeks, and the last runs of pgoutbox worker --once or
+-- --drain.
 --
 -- Workers write their row once a minute, so each update finds room on its page. A host with only cron has no worker that
 -- runs all the time. Its runs leave their rows, one for each line of the crontab. They tell which queues have a worker, and
@@ -12,8 +12,9 @@ CREATE TABLE pgoutbox.worker (
     version              text, -- Its version of pgoutbox.
     slots                integer, -- Its PGOUTBOX_CONCURRENCY: how many attempts it can have in flight.
     started_at           timestamptz      NOT NULL DEFAULT now(), -- When it started.
-    -- When it last reported, once a minute. Another worker deletes the row three minutes later.
+    -- When it last reported, once a minute. Another worker deletes the row two weeks later.
     seen_at              timestamptz      NOT NULL DEFAULT now(),
+    stopped_at           timestamptz, -- When it stopped. Null if it runs, was killed, or is such a run.
     ended_at             timestamptz, -- When the run ended. Null while a worker runs.
     -- Time between the ends of the last two runs of these queues. Null after the first.
     run_interval_seconds double precision,

@@ -15,4 +15,4 @@ SELECT
     w.ended_at,
     w.run_interval_seconds
 FROM pgoutbox.worker AS w
-WHERE w.seen_at > now() - interval '3 minutes' OR w.ended_at IS NOT NULL;
+WHERE (w.seen_at > now() - interval '3 minutes' AND w.stopped_at IS NULL) OR w.ended_at IS NOT NULL;

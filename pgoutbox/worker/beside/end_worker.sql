@@ -1,2 +1,2 @@
 -- This worker stops.
-DELETE FROM pgoutbox.worker WHERE name = %(worker)s::text
+UPDATE pgoutbox.worker SET stopped_at = now() WHERE name = %(worker)s::text

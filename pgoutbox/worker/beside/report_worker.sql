@@ -1,4 +1,4 @@
--- Report that this worker runs, delete the rows of workers that are gone, and return the problems that an operator
+-- Report that this worker runs, delete the rows of workers of long ago, and return the problems that an operator
 -- should know, in the order of `Trouble`: open breakers, and late messages of the `watched` queues that no running
 -- worker claims. Every worker runs it before its first claim and then once a minute.
 WITH reported AS (
@@ -8,7 +8,10 @@ WITH reported AS (
         %(slots)s::integer
     )
     ON CONFLICT ON CONSTRAINT worker_pkey DO UPDATE
-    SET seen_at = now()
+    SET seen_at = now(),
+        -- It has stopped, and begins again.
+        started_at = CASE WHEN w.stopped_at IS NULL THEN w.started_at ELSE now() END,
+        stopped_at = NULL
     RETURNING w.name
 ), gone AS (
     -- Deadlocks: a report first locks its own row. Then it skips the locked rows of others, and waits for none of them.
@@ -17,7 +20,7 @@ WITH reported AS (
         SELECT o.name
         FROM pgoutbox.worker AS o
         CROSS JOIN reported AS r
-        WHERE o.seen_at <= now() - interval '3 minutes' AND o.ended_at IS NULL AND o.name <> r.name
+        WHERE o.seen_at <= now() - interval '14 days' AND o.ended_at IS NULL AND o.name <> r.name
         ORDER BY o.name
         LIMIT 100
         FOR UPDATE OF o SKIP LOCKED

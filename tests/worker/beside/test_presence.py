@@ -82,7 +82,7 @@ async def reporter(dsn: str) -> AsyncIterator[Callable[..., Reporter]]:
 
 
 def names(db: psycopg.Connection) -> list[str]:
-    return [name for (name,) in db.execute("SELECT name FROM pgoutbox.worker ORDER BY name").fetchall()]
+    return [name for (name,) in db.execute("SELECT name FROM pgoutbox.worker_view ORDER BY name").fetchall()]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[tuple[str, list[str], str]]:
@@ -104,6 +104,27 @@ async def test_an_idle_worker_reports_its_queues_and_topics_until_it_stops(dsn: 
         await until(lambda: names(db))
         assert db.execute(query).fetchall() == [(worker.name, ["critical", "bulk"], ["bye", "greet"], True)]
     assert names(db) == []
+    async with running(worker):
+        await until(lambda: names(db))
+    assert names(db) == []
+
+
+async def test_starts_and_stops_can_be_read_for_two_weeks(
+    dsn: str, db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    stopped = Worker(outbox_for(dsn))
+    events = "SELECT name, event, version FROM pgoutbox.worker_event_view ORDER BY name, at"
+    async with running(stopped):
+        await until(lambda: names(db))
+        assert db.execute(events).fetchall() == [(stopped.name, "started", __version__)]
+    await reporter("killed").warnings()
+    await reporter("old").warnings()
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '4 minutes' WHERE name = 'killed'")
+    db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '15 days' WHERE name = 'old'")
+    await reporter("other").warnings()
+    expected = {(stopped.name, "started"), (stopped.name, "stopped"), ("killed", "started"), ("killed", "lost")}
+    assert {row[:2] for row in db.execute(events)} == {*expected, ("other", "started")}
+    assert names(db) == ["other"]
 
 
 @pytest.mark.slow
