@@ -33,7 +33,7 @@ async def main(batch_size: int) -> int:
         while True:
             meter.begin()
             finishing = steps.finish(held) if held else []
-            answers = await trips.fetch_each([*finishing, steps.claim(batch_size, after=after)])
+            answers = await trips.fetch([*finishing, steps.claim(batch_size, after=after)])
             if held:
                 ((count,),) = answers[0]
                 meter.handled_count += count

@@ -43,50 +43,13 @@ class Pipeline:
         self._connection.pgconn.send_query(statements)
         self._check(await self._connection.wait(generators.execute(self._connection.pgconn)))
 
-    async def fetch(
-        self, steps: Sequence[Step], *, index: int, finally_run: LiteralString | None = None
-    ) -> list[TupleRow]:
-        """Run all steps, without waiting between them, and return the rows of step number `index`.
-
-        Raises the first error of a step. Later steps have not run then, and the transaction that one of the steps began
-        is still open. `finally_run` travels with them and runs apart: its error closes the connection, nothing else.
-        """
-        pgconn = self._connection.pgconn
-        adapted = [self._adapted(*step) for step in steps]
-        new_names: dict[tuple[bytes, Sequence[int]], bytes] = {}
-        result_index = index
-        pgconn.enter_pipeline_mode()
-        for number, (text, values, types, formats) in enumerate(adapted):
-            if self._names is None:
-                pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
-                continue
-            name = self._names.get((text, types))
-            if name is None:
-                name = new_names[text, types] = b"pgoutbox_%d" % next(_numbers)
-                pgconn.send_prepare(name, text, types)
-                if number <= index:
-                    result_index += 1  # Preparing has its own result.
-            pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
-        pgconn.pipeline_sync()
-        if finally_run is not None:
-            pgconn.send_query_params(finally_run.encode(), None)
-            pgconn.pipeline_sync()
-        results = await self._receive()
-        if finally_run is not None:
-            await self._receive_apart()
-        if pgconn.status == pq.ConnStatus.OK:
-            pgconn.exit_pipeline_mode()
-        self._check(results)
-        if self._names is not None:
-            self._names.update(new_names)
-        return self._rows_of(results[result_index])
-
-    async def fetch_each(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
-        """Run all steps as one transaction, without waiting between them, and return the rows of each.
+    async def fetch(self, steps: Sequence[Step], *, finally_run: LiteralString | None = None) -> list[list[TupleRow]]:
+        """Run all steps, without waiting between them, and return the rows of each.
 
         A step that returns no rows has one row, with the number of the rows that it wrote. Raises the first error of a
-        step: then the transaction is rolled back. PostgreSQL commits the statements before a synchronization together,
-        so that BEGIN and COMMIT are not needed.
+        step. Later steps have not run then, and a transaction that a step began is still open. Without one, all steps
+        are rolled back: PostgreSQL commits the statements before a synchronization together, so that BEGIN and COMMIT
+        are not needed. `finally_run` travels with them and runs apart: its error closes the connection, nothing else.
         """
         pgconn = self._connection.pgconn
         adapted = [self._adapted(*step) for step in steps]
@@ -107,7 +70,12 @@ class Pipeline:
             places.append(count)
             count += 1
         pgconn.pipeline_sync()
+        if finally_run is not None:
+            pgconn.send_query_params(finally_run.encode(), None)
+            pgconn.pipeline_sync()
         results = await self._receive()
+        if finally_run is not None:
+            await self._receive_apart()
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
         self._check(results)

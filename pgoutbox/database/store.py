@@ -287,15 +287,11 @@ async def watch(
     lease_seconds: float = 0.0,
 ) -> dict[int, HeldRow]:
     """Return which of these attempts still hold their message, after the leases of `renewed_claims` are renewed."""
-    renewal: Step = (
-        sql.RENEW_CLAIMS,
-        {"worker": worker, "claimed_ats": list(renewed_claims), "lease_seconds": lease_seconds},
-    )
-    rows = await link.fetch(
-        sql.WATCH_IF_HELD,
-        fence(tokens, worker),
-        first=renewal if renewed_claims else None,
-    )
+    steps: list[Step] = [(sql.WATCH_IF_HELD, fence(tokens, worker))]
+    if renewed_claims:
+        renewal = {"worker": worker, "claimed_ats": list(renewed_claims), "lease_seconds": lease_seconds}
+        steps.insert(0, (sql.RENEW_CLAIMS, renewal))
+    rows = (await link.trip(steps))[-1]
     return {row[0]: HeldRow._make(row) for row in rows}
 
 

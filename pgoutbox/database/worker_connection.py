@@ -106,50 +106,42 @@ class WorkerConnection:
         self._turn = asyncio.Lock()
         self._deadline_seconds = _deadline_of(settings)
 
-    async def fetch(
-        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
-    ) -> list[TupleRow]:
-        """Run one statement in its own transaction, `first` before it, and return its rows.
+    async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """Run one statement in its own transaction, and return its rows. See `trip`."""
+        return (await self.trip([(statement, parameters)]))[0]
+
+    async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        """Run the statements in one transaction and one round trip, and return the rows of each.
 
         After an error that broke the connection, or after the deadline, the next call opens another connection, and
         first ends the abandoned session: its statement must not commit later. The call raises `StrandedError` while
         that session still hangs in its COMMIT.
         """
         if self._spare is not None and not await self._can_open(beside=self._spare):
-            return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
+            return await self._spare._on_own_loop(self._spare.trip(steps))
         async with self._turn:
             connection = await self._open()
             try:
                 if self._stranded_pid is not None:
                     await self._end_stranded(self._stranded_pid)
-                return await self._fetch_in_one_trip((statement, parameters), first)
+                return await self._run(steps)
             except BaseException as error:
                 if not _keeps(connection, error):
                     await self._replace()
                 raise
 
-    async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
-        """Run the statements in one transaction and one round trip, and return the rows of each. See `fetch`."""
-        async with self._turn:
-            connection = await self._open()
-            try:
-                if self._stranded_pid is not None:
-                    await self._end_stranded(self._stranded_pid)
-                if not self._pooled:
-                    return await self._trips.fetch_each(steps)
-                prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
-                with refusing_copies():
-                    return (await self._trips.fetch_each([prepare, *steps]))[1:]
-            except BaseException as error:
-                if not _keeps(connection, error):
-                    await self._replace()
-                raise
-
-    async def fetch_from_anywhere(
-        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
-    ) -> list[TupleRow]:
-        """Run `fetch` on any event loop: the connection stays on the loop that opened it."""
-        return await self._on_own_loop(self.fetch(statement, parameters, first=first))
+    async def _run(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
+        if not self._pooled:
+            return await self._trips.fetch(steps)
+        # A transaction pooler gives each transaction another server session, so the settings come along.
+        prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
+        try:
+            with refusing_copies():
+                return (await self._trips.fetch([(sql.BEGIN, {}), prepare, *steps, (sql.COMMIT, {})]))[2:-1]
+        except psycopg.Error:
+            if self.is_open:
+                await self._trips.fetch([(sql.ROLLBACK, {})])
+            raise
 
     async def _on_own_loop(self, call: Coroutine[object, object, T]) -> T:
         if self._loop is None or self._loop is asyncio.get_running_loop():
@@ -158,7 +150,8 @@ class WorkerConnection:
 
     async def _end_stranded(self, pid: int) -> None:
         """End the abandoned session, unless its COMMIT waits for a standby."""
-        for has_ended, waits_for in await self._trips.fetch([(sql.END_STRANDED, {"pid": pid})], index=0):
+        (rows,) = await self._trips.fetch([(sql.END_STRANDED, {"pid": pid})])
+        for has_ended, waits_for in rows:
             if not has_ended:
                 raise StrandedError(f"the session of an abandoned statement still exists: {waits_for}")
         self._stranded_pid = None
@@ -175,25 +168,6 @@ class WorkerConnection:
             self._refused_at = time.monotonic()
             return False
         return True
-
-    async def _fetch_in_one_trip(self, step: Step, first: Step | None) -> list[TupleRow]:
-        trips = self._trips
-        if not self._pooled and first is None:
-            return await trips.fetch([step], index=0)
-        # Send all of it together: a process that is suspended in between would keep its locks beyond its lease. A
-        # transaction pooler gives each transaction another server session, so the settings come along.
-        steps: list[Step] = [(sql.BEGIN, {})]
-        if self._pooled:
-            steps.append((sql.PREPARE_TRANSACTION, session_parameters(self._settings)))
-        if first is not None:
-            steps.append(first)
-        try:
-            with refusing_copies():
-                return await trips.fetch([*steps, step, (sql.COMMIT, {})], index=len(steps))
-        except psycopg.Error:
-            if self.is_open:
-                await trips.fetch([(sql.ROLLBACK, {})], index=0)
-            raise
 
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:

@@ -169,19 +169,8 @@ class _Link(WorkerConnection):
 
     borrowed: psycopg.Connection
 
-    async def fetch(
-        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
-    ) -> list[TupleRow]:
-        if self.borrowed.closed:  # The parts of a worker would wait for the server.
-            raise ConfigurationError(_CLOSED)
-        with _savepoint(self.borrowed):
-            if first is not None:
-                self.borrowed.execute(*first)
-            cursor = self.borrowed.execute(statement, parameters)
-            return cursor.fetchall() if cursor.description else []
-
     async def trip(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
-        if self.borrowed.closed:
+        if self.borrowed.closed:  # The parts of a worker would wait for the server.
             raise ConfigurationError(_CLOSED)
         with _savepoint(self.borrowed):
             cursors = [self.borrowed.execute(*step) for step in steps]

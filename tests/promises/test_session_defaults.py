@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from psycopg import sql
 
 from tests.support.outbox_actions import enqueue, rows_of
@@ -45,8 +46,9 @@ NOTE_SESSION = """
 """
 
 
+@pytest.mark.parametrize("listen", ["true", "false"], ids=["direct", "pooled"])
 def test_a_worker_claims_and_finishes_in_its_own_isolation_and_search_path(
-    db: psycopg.Connection, start_worker: StartWorker
+    db: psycopg.Connection, start_worker: StartWorker, listen: str
 ) -> None:
     db.execute(NOTE_SESSION)
     user, database = sql.Identifier(db.info.user), sql.Identifier(db.info.dbname)
@@ -54,7 +56,7 @@ def test_a_worker_claims_and_finishes_in_its_own_isolation_and_search_path(
         role = sql.SQL("ALTER ROLE {} IN DATABASE {} SET ").format(user, database)
         db.execute(role + sql.SQL(default))
     ids = [enqueue(db, topic) for topic in ("greet", "pay")]
-    worker = start_worker(APPLICATION, "--drain")
+    worker = start_worker(APPLICATION, "--drain", listen=listen)
     assert worker.wait() == 0, worker.log
     assert [(row.state, row.attempt_count) for row in rows_of(db, *ids)] == [("sent", 1)] * 2
     seen = {*db.execute("SELECT * FROM public.seen").fetchall()}

@@ -126,7 +126,7 @@ async def test_an_abandoned_session_is_ended_even_if_the_next_connection_breaks_
 
     async def break_again(pid: int) -> None:
         break_connection(link)
-        await link._trips.fetch([("SELECT 1", {})], index=0)
+        await link._trips.fetch([("SELECT 1", {})])
 
     asleep = asyncio.create_task(link.fetch("SELECT pg_sleep(600)", {}))
     await until(lambda: db.execute(asleep_there).rowcount == 1)

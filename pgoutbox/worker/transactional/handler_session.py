@@ -95,7 +95,7 @@ class HandlerSession:
 
     async def fetch(self, steps: Sequence[Step]) -> list[TupleRow]:
         """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
-        return await self._trips.fetch([(sql.RESET_ROLE, {}), *steps], index=len(steps))
+        return (await self._trips.fetch([(sql.RESET_ROLE, {}), *steps]))[-1]
 
     async def begin_savepoint(self) -> None:
         """Begin the savepoint of the first message in a shared transaction."""
@@ -127,13 +127,13 @@ class HandlerSession:
         """Raise `CopyError` in a copy of the database, and `AnswerTimeoutError` without an answer in time."""
         self._connection.answer_seconds = seconds
         with refusing_copies():
-            await self._trips.fetch([(sql.REQUIRE_HOME, self._parameters)], index=0)
+            await self._trips.fetch([(sql.REQUIRE_HOME, self._parameters)])
 
     async def _end(self, steps: Sequence[Step], end: LiteralString, end_and_chain: LiteralString) -> None:
         if not self.is_pooled:
-            await self._trips.fetch([*steps, (end, {})], index=len(steps), finally_run=sql.DISCARD_SESSION)
+            await self._trips.fetch([*steps, (end, {})], finally_run=sql.DISCARD_SESSION)
             return
-        await self._trips.fetch([*steps, (end_and_chain, {})], index=len(steps))
+        await self._trips.fetch([*steps, (end_and_chain, {})])
         # The transaction has ended, whatever happens from here on.
         try:
             await self._trips.run(self._discard_pooled)
