@@ -26,7 +26,6 @@ E = TypeVar("E")
 SYSTEM: Final = "pgoutbox"
 _NAME_LENGTH: Final = 63
 _OUTCOMES: Final = {
-    "AlreadyFinished": "sent",
     "Postponed": "snooze",
     "RaisedPermanent": "permanent",
     "RaisedTransient": "transient",

@@ -31,11 +31,13 @@ from pgoutbox.testing.driver import without_patience
 from pgoutbox.transports import Transport
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.attempt import Attempt
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.kernel_run import KernelAttempts, kernel_of, refuses
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.outcomes import Outcomes
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.queues import Turns, parse_queues
@@ -67,8 +69,7 @@ async def run_pass(
 
     Plain functions run in `threads`.
     """
-    breaker = settings.breaker.model_copy(update={"enabled": False})  # Its pauses would never end in one transaction.
-    settings = settings.model_copy(update={"breaker": breaker, "concurrency": 1})
+    settings = settings.model_copy(update={"concurrency": 1})
     handlers = without_patience(handlers_of(outbox, settings))
     hooks = {topic: handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()}
     run = RunState(
@@ -79,21 +80,23 @@ async def run_pass(
         topics=sorted(handlers),
         stopping=asyncio.Event(),
     )
-    attempts = _Attempts(run)
+    breakers = CircuitBreakers(run.store, transports, settings, run.telemetry)
+    outcomes = Outcomes(run, breakers)
+    # Without breakers: their pauses would never end in one transaction.
     executor = AttemptExecutor(
         run,
         transports,
         middleware=middlewares,
-        collector=attempts,
+        on_outcome=outcomes.collect,
         threads=AttemptThreads(inner=threads),
         transactions=_Savepoints,
     )
     keyring = keyring_of(settings.encryption_keys)
     texts = LargeTexts(run, keyring=keyring)
-    pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=attempts.collect)
+    pool = AttemptPool(run, executor.run, large_texts=texts, on_outcome=outcomes.collect)
     keeper = LeaseKeeper(run, pool)
-    loader = Loader(run, handlers, keyring=keyring, pool=pool, collector=attempts, lease_keeper=keeper)
-    attempts.connect(pool=pool, loader=loader, breakers=executor.breakers)
+    loader = Loader(run, handlers, keyring=keyring, pool=pool, outcomes=outcomes, lease_keeper=keeper)
+    attempts = _Attempts(run, outcomes, pool=pool, loader=loader, breakers=breakers)
     hold_topics = [topic for topic, handler in handlers.items() if handler.on_unknown == "hold"]
     kernel = kernel_of(run, attempts, _Alternating(run, pool), hold_topics=hold_topics, handle_error=_raise)
     try:
@@ -101,6 +104,7 @@ async def run_pass(
         await attempts.write_last(kernel)
     finally:
         await pool.stop()
+        await breakers.close()
         await executor.close()
 
 

@@ -95,7 +95,7 @@ class Attempt(Context):
     `attempt_count` is part of the fencing token. The message keeps the number that its handler got: see `take_over`.
     `used_count` is the number of attempts that used up budget, including this one: without snoozes, releases and
     attempts before a redrive. `overtaken` is the reason why the attempt has become pointless. `done` means that its
-    result is known, and `sent` that it is a hand-over.
+    result is known, `sent` that it is a hand-over, and `is_written` that its handler's transaction has written it.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
     reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
@@ -113,6 +113,7 @@ class Attempt(Context):
         "in_flight",
         "is_at_gate",
         "is_payload_large",
+        "is_written",
         "keys",
         "large_content_id",
         "leased_at",
@@ -146,6 +147,7 @@ class Attempt(Context):
         self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
         self.done = False
+        self.is_written = False
         self.is_payload_large = False
         self.large_content_id: int | None = None
         self.sent = False
@@ -251,33 +253,21 @@ class Attempt(Context):
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Snooze):
     """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up.
 
     `unknown` means that its handler ran, so the message may have been sent: the handler's `on_unknown` applies.
     """
 
-    unknown: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AlreadyFinished:
-    """The attempt wrote its own end, in the handler's transaction, or no longer has a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The worker ends while the handler still runs: no outcome may be written, and the lease will lapse."""
+    def __init__(self, *, unknown: bool = False) -> None:
+        super().__init__(0)
+        self.unknown = unknown
 
 
 RELEASED: Final = Released()
 STOPPED: Final = Released(unknown=True)
-ALREADY_FINISHED: Final = AlreadyFinished()
-ABANDONED: Final = Abandoned()
-AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 
 # The attempts of one unit of work: one message, or a batch of one handler.
 Work = Sequence[Attempt]
-# Runs all attempts of a unit of work. Returns their results in the same order.
-RunWork = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
+# Runs all attempts of a unit of work. Returns their outcomes in the same order.
+RunWork = Callable[[Work], Awaitable[Sequence[Outcome]]]

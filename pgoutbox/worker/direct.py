@@ -13,16 +13,16 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, TypedDict
 
 import psycopg
 from typing_extensions import Unpack
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.database.store import Store
 from pgoutbox.encryption import keyring_of
 from pgoutbox.enqueue.payloads import Serializer, to_json
 from pgoutbox.errors import ConfigurationError, UnknownTopicError
@@ -34,7 +34,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.text import describe, one_line
 from pgoutbox.topics import Topic
 from pgoutbox.transports.registry import complete
-from pgoutbox.worker.attempt import Attempt, AttemptResult, Claim
+from pgoutbox.worker.attempt import Attempt, Claim
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.payloads import read_json, read_payload
 from pgoutbox.worker.queues import Turns, parse_queues
@@ -148,9 +148,7 @@ class _DirectSend:
         if problem is not None:
             return problem
         message = replace(self._message, payload=payload)
-        settings = self._settings.model_copy(
-            update={"breaker": self._settings.breaker.model_copy(update={"enabled": False})}
-        )
+        settings = self._settings
         transports = complete(self._outbox.transports, settings)
         run = RunState(
             settings,
@@ -160,7 +158,7 @@ class _DirectSend:
             topics=[message.topic],
             stopping=asyncio.Event(),
         )
-        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, collector=_NoBatch())
+        executor = AttemptExecutor(run, transports, middleware=self._outbox.middlewares, on_outcome=lambda *_: None)
         kept = () if closes_all else tuple(self._outbox.transports.values())
         handler, django = self._handler, DjangoConnections.in_use()
         # A cancellation may come while it closes, for example while the mail server does not answer QUIT.
@@ -181,15 +179,14 @@ class _DirectSend:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                (result,) = await executor.run((attempt,))
+                (outcome,) = await executor.run((attempt,))
         except TimeoutError:
             if not limit.expired():
                 raise
             return SendFailure(f"timed out after {seconds:g} s, outcome unknown", unknown=True)
         except Exception as error:  # noqa: BLE001 - as in a worker, any error is the outcome
             return Transient(describe(error))
-        # Without a row there is neither a release nor a transaction to finish.
-        return cast("Outcome", result)
+        return outcome
 
 
 def _handler_of(outbox: Outbox, topic: str) -> Handler:
@@ -219,16 +216,6 @@ async def _refusal_of(store: Store) -> Unavailable | None:
 def _unavailable(error: psycopg.Error | OSError) -> Unavailable:
     text = getattr(getattr(error, "diag", None), "message_primary", None) or str(error) or type(error).__name__
     return Unavailable(f"not sent: {one_line(text)}")
-
-
-class _NoBatch:
-    """The collector of a direct send: no result of a batch comes before the others."""
-
-    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
-        """Do nothing: the result comes with the others."""
-
-    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
-        """Do nothing: nothing is claimed."""
 
 
 async def _hold(_: Attempt) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import cast, get_args
+from typing import get_args
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Middleware
@@ -19,10 +19,9 @@ from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
-from pgoutbox.worker.attempt import RELEASED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, RunWork, Work
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error
-from pgoutbox.worker.loader import Collector
 from pgoutbox.worker.redirects import Redirects
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import AttemptThreads
@@ -32,8 +31,8 @@ from pgoutbox.worker.transactional.transactions import Transactions
 class AttemptExecutor:
     """Runs the attempts of one worker, and closes their resources, including the transports.
 
-    `middleware` wraps each call of a handler, the first one outermost. `collector` takes the results of attempts that
-    end before the others of their batch. Plain functions run in `threads`.
+    `middleware` wraps each call of a handler, the first one outermost. `on_outcome` takes the outcomes of attempts that
+    end before the others of their batch. Without `breakers` nothing is held back. Plain functions run in `threads`.
     """
 
     def __init__(
@@ -42,13 +41,15 @@ class AttemptExecutor:
         transports: Mapping[str, Transport],
         *,
         middleware: Sequence[Middleware],
-        collector: Collector,
+        on_outcome: Callable[[Attempt, Outcome], None],
+        breakers: CircuitBreakers | None = None,
         threads: AttemptThreads | None = None,
         transactions: type[Transactions] = Transactions,
     ) -> None:
         settings, store, telemetry = run.settings, run.store, run.telemetry
         self._transports = transports
-        self._collector = collector
+        self._on_outcome = on_outcome
+        self._breakers = breakers
         self.redirects = Redirects(settings, store, telemetry)
         send: Send = self.redirects.send
         self._run: RunWork = self._run_handler
@@ -60,36 +61,34 @@ class AttemptExecutor:
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
         self._threads = threads or AttemptThreads(settings.concurrency)
-        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=run.alert_queue, send=send)
-        self._dispatcher = Dispatcher(
-            transports,
-            self._threads,
-            send=self.breakers.send if settings.breaker.enabled else send,
-        )
+        if breakers is not None and settings.breaker.enabled:
+            send = partial(breakers.send, by=send)
+        self._dispatcher = Dispatcher(transports, self._threads, send=send)
         self._transactions = transactions(run, self._dispatcher)
 
-    def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
+    def run(self, work: Work) -> Awaitable[Sequence[Outcome]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""
         now = elapsed_clock()
         for attempt in work:
             if attempt.is_in_doubt(now):
                 return self._run_if_still_to_be_sent(work)
-        is_held_back = self.breakers.watches_any and any(self.breakers.may_refuse(attempt.message) for attempt in work)
-        return (self._run_admitted if is_held_back else self._run)(work)
+        breakers = self._breakers
+        if breakers is not None and breakers.watches_any and any(breakers.may_refuse(one.message) for one in work):
+            return self._run_admitted(work)
+        return self._run(work)
 
     async def close(self, *, keeps: Collection[Transport] = ()) -> None:
         """Close connections, threads, and the transports except those in `keeps`. Call it after all attempts."""
         await self._transactions.close()
-        await self.breakers.close()
         await self.redirects.close()
         kept = {id(transport) for transport in keeps}
         for transport in {id(t): t for t in self._transports.values() if id(t) not in kept}.values():
             await transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
+    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[Outcome]:
         """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""
-        early: dict[Attempt, AttemptResult] = {}
+        early: dict[Attempt, Outcome] = {}
         for attempt in work:
             attempt.is_at_gate = True
         for attempt in work:
@@ -101,28 +100,23 @@ class AttemptExecutor:
             attempt.is_at_gate = False
         return await self._run_rest(work, early, self._run_admitted)
 
-    async def _run_admitted(self, work: Work) -> Sequence[AttemptResult]:
+    async def _run_admitted(self, work: Work) -> Sequence[Outcome]:
         """Run the attempts whose circuit breaker lets them pass."""
-        refusals = {a: refusal for a in work if (refusal := await self.breakers.refusal(a.message)) is not None}
-        try:
-            return await self._run_rest(work, refusals, self._run)
-        finally:
-            for attempt in work:
-                if attempt not in refusals:
-                    self.breakers.release(attempt.message)
+        refusals: dict[Attempt, Outcome] = {}
+        if (breakers := self._breakers) is not None:
+            refusals = {a: refusal for a in work if (refusal := await breakers.refusal(a.message)) is not None}
+        return await self._run_rest(work, refusals, self._run)
 
-    async def _run_rest(
-        self, work: Work, early: Mapping[Attempt, AttemptResult], run: RunWork
-    ) -> Sequence[AttemptResult]:
+    async def _run_rest(self, work: Work, early: Mapping[Attempt, Outcome], run: RunWork) -> Sequence[Outcome]:
         """Run the attempts without an early result. The early results do not wait for the others of the batch."""
         for attempt, result in early.items():
             attempt.done = True
-            self._collector.collect(attempt, result)
+            self._on_outcome(attempt, result)
         rest = [attempt for attempt in work if attempt not in early]
         results = iter(await run(rest) if rest else ())
         return [early[attempt] if attempt in early else next(results) for attempt in work]
 
-    def _run_handler(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
+    def _run_handler(self, work: Work) -> Awaitable[Sequence[Outcome]]:
         handler = work[0].handler
         if handler.transactional:
             return self._transactions.run(work)
@@ -133,16 +127,16 @@ class AttemptExecutor:
 
 async def _run_through(
     middleware: Middleware, telemetry: Telemetry, work: Work, call_next: RunWork
-) -> Sequence[AttemptResult]:
+) -> Sequence[Outcome]:
     """Run the application's middleware around the attempts."""
-    results: Sequence[AttemptResult] | None = None
+    results: Sequence[Outcome] | None = None
 
     async def run() -> Sequence[Outcome]:
         nonlocal results
         if results is not None:
             raise RuntimeError("call_next was called twice; a message must not be sent twice")
         results = await call_next(work)
-        return [Sent() if isinstance(result, AlreadyFinished) else cast("Outcome", result) for result in results]
+        return results
 
     try:
         outcomes = await middleware([attempt.message for attempt in work], run)
@@ -155,9 +149,8 @@ async def _run_through(
         problem = describe(error)
         outcomes = ()
     if problem is None:
-        if results is None:
-            return outcomes
-        return [e if isinstance(e, AlreadyFinished) else o for e, o in zip(results, outcomes, strict=True)]
+        # A transaction that has committed stands.
+        return [Sent() if a.is_written else outcome for a, outcome in zip(work, outcomes, strict=True)]
     if results is None:
         return [Transient(f"middleware: {problem}")] * len(work)
     # The messages may have been sent, so their outcomes stand.
@@ -179,7 +172,7 @@ def _problem_with(outcomes: object, count: int) -> str | None:
     return None if wrong is None else f"must return outcomes, not {type(wrong).__name__}"
 
 
-async def _run_logged(telemetry: Telemetry, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:
+async def _run_logged(telemetry: Telemetry, work: Work, call_next: RunWork) -> Sequence[Outcome]:
     """Log start, end and duration of each attempt."""
     began_at = elapsed_clock()
     for attempt in work:
@@ -206,17 +199,15 @@ async def _run_logged(telemetry: Telemetry, work: Work, call_next: RunWork) -> S
     return results
 
 
-def _name_of(result: AttemptResult) -> str:
+def _name_of(result: Outcome) -> str:
     match result:
-        case AlreadyFinished():
-            return "Sent"
         case SendFailure():
             return "Transient"
         case _:
             return type(result).__name__.removeprefix("Raised")
 
 
-async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Sequence[AttemptResult]:
+async def _run_traced(tracing: Tracing, work: Work, call_next: RunWork) -> Sequence[Outcome]:
     return await tracing.attempt([attempt.message for attempt in work], lambda: call_next(work))
 
 

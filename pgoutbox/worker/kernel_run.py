@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import psycopg
 
@@ -22,17 +22,15 @@ from pgoutbox.database.worker_connection import is_lost_key, is_refusal, is_tran
 from pgoutbox.kernel import seams, statements
 from pgoutbox.kernel.run import Options, Run
 from pgoutbox.kernel.seams import Row, Step
-from pgoutbox.message import AttemptOutcome, Sent, State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.worker.attempt import AlreadyFinished, Attempt, AttemptResult
+from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.backoff import Backoff
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers, Grant
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outcomes import Outcomes, minimal_end
+from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.run_state import RunState
-
-if TYPE_CHECKING:
-    from pgoutbox.worker.pool import AttemptPool
 
 MANY_REFUSED: Final = 10  # If the process is killed, these are handed over again.
 # Messages that wait so long in this process are left to other workers. It claims ahead what begins in half this time.
@@ -57,41 +55,23 @@ class _Refusal:
 class KernelAttempts:
     """The attempts of a run, as the kernel sees them."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(
+        self, run: RunState, outcomes: Outcomes, *, pool: AttemptPool, loader: Loader, breakers: CircuitBreakers
+    ) -> None:
         self._run = run
         self._batch_size = run.settings.batch_size
-        self._outcomes = Outcomes(run)
-        self._results: deque[tuple[Attempt, AttemptResult]] = deque()
-        self._again: deque[Attempt] = deque()
+        self._outcomes = outcomes
         self._refused_again: deque[Attempt] = deque()
         self.refused: dict[Attempt, _Refusal] = {}
         """The attempts whose end the database refuses. Their messages stay in flight, so no worker gets them."""
-        self._probing: set[int] = set()
         self._is_watching = False
         self._ended_at = -_LONG_WAIT_SECONDS
         self.in_flight = run.in_flight
         self.answered_at: datetime | None = None
         """The time of the last answered claim, by the server's clock."""
-        self.pool: AttemptPool
-        self.loader: Loader
-        self.breakers: CircuitBreakers
-
-    def connect(self, *, pool: AttemptPool, loader: Loader, breakers: CircuitBreakers) -> None:
-        """Take over the parts that begin attempts. They report to this object, so they are created after it."""
-        self.pool, self.loader, self.breakers = pool, loader, breakers
-
-    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
-        """Take over the end of an attempt."""
-        if self._probing and attempt.message_id in self._probing:
-            self._probing.discard(attempt.message_id)
-            self.breakers.end_grant(attempt.message_id, is_sent=isinstance(result, (Sent, AlreadyFinished)))
-        if not self._results:  # Woken once for all attempts that end before the next trip takes them.
-            self._run.signals.note_progress()
-        self._results.append((attempt, result))
-
-    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
-        """Report messages that a claim has ended."""
-        self._outcomes.report_unattempted(rows)
+        self.pool = pool
+        self.loader = loader
+        self.breakers = breakers
 
     def room(self, on_the_way: int) -> int:
         """Return how many messages to claim now, for free slots and ahead: half of these wait, half are on their way.
@@ -129,12 +109,11 @@ class KernelAttempts:
 
     def may_probe(self) -> bool:
         """Return whether less than a quarter of the slots is occupied by probes."""
-        return len(self._probing) * _PROBE_SHARE < self.pool.capacity
+        return self.breakers.probing_count * _PROBE_SHARE < self.pool.capacity
 
     async def begin_probe(self, row: Row, overtaken: Set[int], claimed_at: float) -> None:
         """Begin the attempt of a claimed row that probes a breaker."""
         *columns, key, probe_id, hold = row
-        self._probing.add(row[0])
         self.breakers.grant(row[0], Grant(key, probe_id, hold))
         await self.begin([tuple(columns)], overtaken, claimed_at)
 
@@ -160,37 +139,22 @@ class KernelAttempts:
     def take_ended(self, most: int) -> list[Attempt]:
         """Return up to `most` ends that are to be written."""
         ended: list[Attempt] = []
+        waiting = self._outcomes.ended
         if self._refused_again:
             most = 1  # A batch with it would be refused.
-            self._again.appendleft(self._refused_again.popleft())
-        while self._again and len(ended) < most:
-            one = self._again.popleft()
+            waiting.appendleft(self._refused_again.popleft())
+        if waiting:
+            self._run.signals.note_ends()
+        while waiting and len(ended) < most:
+            one = waiting.popleft()
             if one is self.in_flight.get(one.message_id):
                 ended.append(one)
-            else:
+            else:  # A later attempt has its message, or after a failover another message its id.
                 self.refused.pop(one, None)
                 self._outcomes.note_end(one.message, None, None)
-        if self._results or ended:
-            self._run.signals.note_ends()
-        while self._results and len(ended) < most:
-            ended += self._sorted([self._results.popleft() for _ in range(min(len(self._results), most - len(ended)))])
         if any(one.end is None or one.end.outcome != AttemptOutcome.RELEASED for one in ended):
             self._ended_at = elapsed_clock()
         return ended
-
-    def _sorted(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> list[Attempt]:
-        """Return the attempts of which the end is to be written, with their requests: the sent ones first."""
-        for attempt, result in batch:
-            if (
-                attempt.keys is not None
-                and isinstance(result, AlreadyFinished)
-                and self._run.signals.kernel is not None
-            ):
-                self._run.signals.kernel.note_finished(attempt.keys)
-        sent, requests = self._outcomes.sort(batch)
-        for attempt, request in requests.items():
-            attempt.end = request
-        return [*sent, *requests]
 
     async def forgotten(self, ended: Sequence[Attempt]) -> Sequence[Attempt]:
         """See `Attempts`."""
@@ -206,10 +170,10 @@ class KernelAttempts:
         if after_seconds:
             asyncio.get_running_loop().call_later(after_seconds, self._return, ended)
         else:
-            self._again.extendleft(reversed(ended))
+            self._outcomes.ended.extendleft(reversed(ended))
 
     def _return(self, ended: Sequence[Attempt]) -> None:
-        self._again.extend(ended)
+        self._outcomes.ended.extend(ended)
         self._run.signals.note_progress()
 
     def note_refused(self, one: Attempt, error: BaseException) -> None:
@@ -268,9 +232,7 @@ class KernelAttempts:
     def settle(self, ended: Sequence[Attempt], states: Mapping[int, str]) -> None:
         """Report the written ends, and forget the attempts."""
         self._forget_refusals(ended)
-        requests = {attempt: attempt.end for attempt in ended if attempt.end is not None}
-        done = {message_id: State(state) for message_id, state in states.items()}
-        self._outcomes.settle(ended, done, requests)
+        self._outcomes.settle(ended, states)
         self._run.signals.note_progress()
 
     def _forget_refusals(self, ended: Sequence[Attempt]) -> None:

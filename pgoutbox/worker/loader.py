@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import psycopg
 from pydantic import JsonValue
@@ -19,11 +19,12 @@ from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
 from pgoutbox.kernel.seams import Keys
-from pgoutbox.message import Message, Permanent, Sent, State, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult, Claim, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, Claim, Work
 from pgoutbox.worker.leases import LeaseKeeper
+from pgoutbox.worker.outcomes import Outcomes
 from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.run_state import RunState
@@ -32,18 +33,6 @@ _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a c
 _KEPT_CONTENTS: Final = 16
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
 _Contents = Mapping[int, Content | None]  # By id. None: the content is large, and the slot of the attempt reads it.
-
-
-class Collector(Protocol):
-    """Takes over ended attempts, and messages that ended without one."""
-
-    def collect(self, attempt: Attempt, result: AttemptResult) -> None:
-        """Take over the end of an attempt."""
-        ...
-
-    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
-        """Take over messages that a claim has ended."""
-        ...
 
 
 class Loader:
@@ -56,7 +45,7 @@ class Loader:
         *,
         keyring: Keyring | None,
         pool: AttemptPool,
-        collector: Collector,
+        outcomes: Outcomes,
         lease_keeper: LeaseKeeper,
     ) -> None:
         self._store = run.store
@@ -66,7 +55,7 @@ class Loader:
         self._handlers = handlers
         self._keyring = keyring
         self._pool = pool
-        self._collector = collector
+        self._outcomes = outcomes
         self._ensure_lease = lease_keeper.ensure
         self._contents: _Contents = {}
 
@@ -78,7 +67,7 @@ class Loader:
         if begun:
             self._begin(begun, contents, Claim(cast("datetime", begun[0].claimed_at)), leased_at)
         if unattempted := [row for row in rows if row.state != _SENDING]:
-            await self._collector.note_unattempted(unattempted)
+            self._outcomes.report_unattempted(unattempted)
 
     def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents | None, claim: Claim, leased_at: float) -> None:
         works: list[Work] = []
@@ -88,7 +77,7 @@ class Loader:
                 continue
             attempt, result = self._load_row(row, contents, claim, leased_at)
             if result is not None:
-                self._collector.collect(attempt, result)
+                self._outcomes.collect(attempt, result)
             elif attempt.handler.max_size is None or attempt.is_incomplete:
                 works.append((attempt,))
             else:
@@ -121,7 +110,7 @@ class Loader:
 
     def _load_row(
         self, row: ClaimedRow, contents: _Contents | None, claim: Claim, leased_at: float
-    ) -> tuple[Attempt, AttemptResult | None]:
+    ) -> tuple[Attempt, Outcome | None]:
         """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
         handler = self._handlers[row.topic]
         payload, problem = None, None
@@ -157,7 +146,7 @@ class Loader:
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        result: AttemptResult | None = problem or headers_problem or content_problem
+        result: Outcome | None = problem or headers_problem or content_problem
         if self._in_flight.was_sent_in_vain(attempt):
             result = Sent()
         elif row.superseded:
@@ -188,7 +177,7 @@ class Loader:
         return contents
 
 
-def _find_content(content_id: int, contents: _Contents | None) -> tuple[JsonValue, AttemptResult | None]:
+def _find_content(content_id: int, contents: _Contents | None) -> tuple[JsonValue, Outcome | None]:
     """Return the content of a fan-out, or the outcome if it is missing."""
     if contents is None:
         return None, RELEASED

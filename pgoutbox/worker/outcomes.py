@@ -6,6 +6,7 @@ It writes nothing to the database, and removes the attempts that have ended from
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final, assert_never
@@ -15,6 +16,7 @@ from pgoutbox.kernel.seams import End
 from pgoutbox.message import (
     AttemptOutcome,
     Message,
+    Outcome,
     Permanent,
     Postponed,
     ReasonCode,
@@ -30,48 +32,55 @@ from pgoutbox.observability.events import LogEvent, event_of_outcome, event_of_s
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
-from pgoutbox.worker.attempt import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
+from pgoutbox.worker.attempt import Attempt, Released
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
 from pgoutbox.worker.handler_errors import RaisedPermanent, RaisedTransient, RepeatedErrors, place_of, traceback_of
 from pgoutbox.worker.run_state import RunState
 
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
+_Unsent = Transient | Unavailable | Permanent | Skip | Snooze
 
 
 class Outcomes:
-    """The outcomes of one run."""
+    """The outcomes of one run. `ended` are the attempts that wait for the next trip, which writes their end."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunState, breakers: CircuitBreakers) -> None:
+        self._run = run
+        self._breakers = breakers
         self._in_flight = run.in_flight
         self._redacted_names = run.settings.redacted_names
         self._error_texts = run.settings.error_texts
         self._signals = run.signals
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
+        self.ended: deque[Attempt] = deque()
 
-    def sort(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> tuple[list[Attempt], dict[Attempt, End]]:
-        """Return the sent attempts, and the finish requests of the others."""
-        sent = []
-        requests: dict[Attempt, End] = {}
-        in_flight = self._in_flight
-        for attempt, result in batch:
-            if in_flight.get(attempt.message.id) is not attempt:
-                # A later attempt has its message, or after a failover another message its id.
-                self.note_end(attempt.message, None, None)
-                continue
-            if isinstance(result, Sent):
-                sent.append(attempt)
-            elif isinstance(result, (AlreadyFinished, Abandoned)):
-                if isinstance(result, Abandoned):
-                    in_flight.abandon(attempt)
-                else:
-                    self._forget(attempt)
-                self._note_unwritten(attempt.message, result)
-                self._signals.progress.set()
-            else:
-                requests[attempt] = self._request_of(attempt, result)
-        return sent, requests
+    def collect(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Take over the end of an attempt."""
+        is_sent = attempt.is_written or isinstance(outcome, Sent)
+        self._breakers.end_grant(attempt.message_id, is_sent=is_sent)
+        if attempt.is_written:
+            self.note_sent([attempt])
+            if attempt.keys is not None and self._signals.kernel is not None:
+                self._signals.kernel.note_finished(attempt.keys)
+            self._signals.note_ends()
+            self._signals.note_progress()
+            return
+        if not isinstance(outcome, Sent):
+            attempt.end = self._end_of(attempt, outcome)
+        if not self.ended:  # Woken once for all attempts that end before the next trip takes them.
+            self._signals.note_progress()
+        self.ended.append(attempt)
+
+    def abandon(self, attempt: Attempt) -> None:
+        """Leave an attempt to its lease: the worker ends while its handler still runs, so no outcome is written."""
+        attempt.done = True
+        self._breakers.end_grant(attempt.message_id, is_sent=False)
+        self._in_flight.abandon(attempt)
+        text = "worker stopped while the handler still runs; its lease will expire"
+        self.report_message(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, attempt.message)
 
     def note_sent(self, attempts: Sequence[Attempt]) -> None:
         """Forget attempts that are written as sent, and count them."""
@@ -84,23 +93,19 @@ class Outcomes:
         if self._telemetry.measures is not None and attempts:
             self._telemetry.measures.sent([attempt.message for attempt in attempts])
 
-    def settle(
-        self,
-        attempts: Sequence[Attempt],
-        done: Mapping[int, State],
-        requests: Mapping[Attempt, End],
-    ) -> None:
-        in_flight = self._in_flight
+    def settle(self, attempts: Sequence[Attempt], states: Mapping[int, str]) -> None:
+        """Report written ends, and forget the attempts."""
         sent = []
         for attempt in attempts:
-            state = done.get(attempt.message_id)
-            if state is _SENT:
+            state = states.get(attempt.message_id)
+            if state == _SENT:
                 sent.append(attempt)
                 continue
-            self._forget(attempt)
-            if attempt not in requests:
-                in_flight.note_sent_in_vain(attempt)
-            self.note_end(attempt.message, state, requests.get(attempt))
+            if self._in_flight.get(attempt.message_id) is attempt:
+                del self._in_flight[attempt.message_id]
+            if attempt.end is None:
+                self._in_flight.note_sent_in_vain(attempt)
+            self.note_end(attempt.message, None if state is None else State(state), attempt.end)
         self.note_sent(sent)
 
     def note_end(self, message: Message[object], state: State | None, request: End | None) -> None:
@@ -174,14 +179,7 @@ class Outcomes:
             **fields,
         )
 
-    def _forget(self, attempt: Attempt) -> None:
-        # This process may have claimed the message again, after the lease of this attempt ran out.
-        if self._in_flight.get(attempt.message.id) is attempt:
-            del self._in_flight[attempt.message.id]
-
-    def _request_of(
-        self, attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released
-    ) -> End:
+    def _end_of(self, attempt: Attempt, result: _Unsent) -> End:
         names = (*self._redacted_names, *attempt.handler.redact)
         try:
             request = end_of(attempt, result)
@@ -225,17 +223,8 @@ class Outcomes:
             traceback=redact_text(traceback_of(error, with_texts=self._error_texts), names),
         )
 
-    def _note_unwritten(self, message: Message[object], result: AlreadyFinished | Abandoned) -> None:
-        if isinstance(result, Abandoned):
-            text = "worker stopped while the handler still runs; its lease will expire"
-            self.report_message(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
-            return
-        self._telemetry.count(LogEvent.SENT)
-        if self._telemetry.measures is not None:
-            self._telemetry.measures.sent([message])
 
-
-def end_of(attempt: Attempt, result: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> End:
+def end_of(attempt: Attempt, result: _Unsent) -> End:
     """Return the finish request for a result other than sent."""
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(result)) is not None:
         return End(AttemptOutcome.FAILED, clean_text(reason))
@@ -254,6 +243,8 @@ def end_of(attempt: Attempt, result: Transient | Unavailable | Permanent | Skip 
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
             return End(AttemptOutcome.SKIPPED, text)
+        case Released():
+            return End(AttemptOutcome.RELEASED, is_for_others=True)
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
             code, key = (result.code, result.breaker_key) if isinstance(result, Postponed) else (None, None)
@@ -268,8 +259,6 @@ def end_of(attempt: Attempt, result: Transient | Unavailable | Permanent | Skip 
                 held_delay_seconds=result.held_delay if isinstance(result, Postponed) else None,
                 is_for_others=code is ReasonCode.UNREADABLE,
             )
-        case Released():
-            return End(AttemptOutcome.RELEASED, is_for_others=True)
         case _:
             assert_never(result)
 

@@ -24,10 +24,10 @@ from pgoutbox.database.store import ClaimedRow
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
-from pgoutbox.message import Failure, Message, Permanent, Postponed, Snooze, Transient
+from pgoutbox.message import Failure, Message, Outcome, Permanent, Postponed, Snooze, Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import clean_text, describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, AttemptResult
+from pgoutbox.worker.attempt import RELEASED, Attempt
 from pgoutbox.worker.run_state import RunState
 
 # Large texts are read while those in memory have at most so many characters.
@@ -115,7 +115,7 @@ class LargeTexts:
         self._freed = asyncio.Event()
         self._is_stopped = False
 
-    async def read(self, attempt: Attempt) -> AttemptResult | None:
+    async def read(self, attempt: Attempt) -> Outcome | None:
         """Give the attempt what its claim left out, until `forget`. Return its result if it cannot begin."""
         async with self._turn:
             while not self._has_room(attempt):
@@ -149,7 +149,7 @@ class LargeTexts:
         self._drop_unused(but=attempt.large_content_id)
         return not self._held or self._held_chars <= _HELD_CHARS
 
-    async def _give(self, attempt: Attempt) -> AttemptResult | None:
+    async def _give(self, attempt: Attempt) -> Outcome | None:
         message, size = attempt.message, 0
         payload, content = message.payload, message.content
         if attempt.is_payload_large:

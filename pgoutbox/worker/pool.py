@@ -25,11 +25,11 @@ from concurrent.futures import Future
 from typing import cast
 
 from pgoutbox.errors import PgOutboxError
-from pgoutbox.message import SendFailure, Sent, Transient
+from pgoutbox.message import Outcome, SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import ABANDONED, RELEASED, STOPPED, AlreadyFinished, Attempt, AttemptResult, RunWork, Work
+from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, RunWork, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import ThreadOwner, thread_owner
@@ -119,7 +119,7 @@ class AttemptPool:
         run_work: RunWork,
         *,
         large_texts: LargeTexts,
-        on_outcome: Callable[[Attempt, AttemptResult], None],
+        on_outcome: Callable[[Attempt, Outcome], None],
     ) -> None:
         self._run = run
         self._run_work = run_work
@@ -220,7 +220,7 @@ class AttemptPool:
     async def stop(self) -> None:
         """Cancel running handlers and end the slots.
 
-        Handlers that can be cancelled release their messages; the others are abandoned.
+        Handlers that can be cancelled release their messages; those of the others stay in flight without an outcome.
         """
         self._stopping = True
         if self._timer is not None:
@@ -323,17 +323,17 @@ class AttemptPool:
         if timeout is not None:
             slot.deadline = now + timeout
             self._arm_timer(slot.deadline)
-        results: Sequence[AttemptResult] | None = None
+        results: Sequence[Outcome] | None = None
         try:
             results = await self._run_work(work)
             if slot.threads and slot.runs_in_thread:
                 await slot.threads_end()
         except asyncio.CancelledError:
             if not slot.timed_out:
-                begun = ABANDONED if slot.runs_in_thread else STOPPED
+                begun = None if slot.runs_in_thread else STOPPED
                 stopped = [begun if attempt.has_begun else RELEASED for attempt in work]
                 known = zip(results or stopped, stopped, strict=True)
-                self._end_running(slot, [r if isinstance(r, (Sent, AlreadyFinished)) else s for r, s in known])
+                self._end_running(slot, [r if isinstance(r, Sent) else s for r, s in known])
                 raise
             self._end_running(slot, results or self._timed_out(slot))
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
@@ -344,22 +344,24 @@ class AttemptPool:
         if slot.is_overdue:
             await self._outlive(slot, work)
 
-    def _end_running(self, slot: _Slot, results: Sequence[AttemptResult]) -> None:
+    def _end_running(self, slot: _Slot, results: Sequence[Outcome | None]) -> None:
+        """Note the outcomes of its messages. One without an outcome runs on, and the run abandons it."""
         work, slot.work = slot.work, ()
         if work:
             self._running_count -= len(work)
             for attempt, result in zip(work, results, strict=True):
-                self._end(attempt, result)
+                if result is not None:
+                    self._end(attempt, result)
             if not (self._running_count or self._ready_count):
                 self._signals.note_progress()  # A stop waits for the end of all.
 
-    def _end(self, attempt: Attempt, result: AttemptResult) -> None:
+    def _end(self, attempt: Attempt, result: Outcome) -> None:
         if not attempt.done:
             attempt.done = True
-            attempt.sent = isinstance(result, Sent)
+            attempt.sent = isinstance(result, Sent) and not attempt.is_written
             self._on_outcome(attempt, result)
 
-    def _timed_out(self, slot: _Slot) -> Sequence[AttemptResult]:
+    def _timed_out(self, slot: _Slot) -> Sequence[Outcome]:
         failure = SendFailure(f"timed out after {slot.timeout_seconds:g} s, outcome unknown", unknown=True)
         timed = {*slot.timed}
         return [failure if attempt in timed else RELEASED for attempt in slot.work]

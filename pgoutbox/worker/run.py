@@ -32,15 +32,16 @@ from pgoutbox.observability.measures import WorkerStatus
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of
-from pgoutbox.worker.attempt import ABANDONED
 from pgoutbox.worker.beside.failure_alerts import FailureAlerts
 from pgoutbox.worker.beside.maintenance import Maintenance
 from pgoutbox.worker.beside.presence import Presence
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.kernel_run import MANY_REFUSED, KernelAttempts, Link, kernel_of
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.listener import new_doorbell
 from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.outcomes import Outcomes
 from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable, sample_parameters
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.queues import QueueShare, Turns
@@ -126,22 +127,29 @@ class WorkerRun:
     def _compose(self, handlers: Mapping[str, Handler]) -> None:
         """Create the kernel, and what runs its attempts."""
         state, setup = self.state, self._setup
-        self._attempts = KernelAttempts(state)
-        self.executor = AttemptExecutor(state, setup.transports, middleware=setup.middlewares, collector=self._attempts)
-        self._large_texts = LargeTexts(state, keyring=setup.keyring)
-        self.pool = AttemptPool(
-            state, self.executor.run, large_texts=self._large_texts, on_outcome=self._attempts.collect
+        self.breakers = CircuitBreakers(
+            state.store, setup.transports, setup.settings, setup.telemetry, alert_queue=state.alert_queue
         )
+        self._outcomes = outcomes = Outcomes(state, self.breakers)
+        self.executor = AttemptExecutor(
+            state,
+            setup.transports,
+            middleware=setup.middlewares,
+            on_outcome=outcomes.collect,
+            breakers=self.breakers,
+        )
+        self._large_texts = LargeTexts(state, keyring=setup.keyring)
+        self.pool = AttemptPool(state, self.executor.run, large_texts=self._large_texts, on_outcome=outcomes.collect)
         self._lease_keeper = LeaseKeeper(state, self.pool)
         loader = Loader(
             state,
             handlers,
             keyring=setup.keyring,
             pool=self.pool,
-            collector=self._attempts,
+            outcomes=outcomes,
             lease_keeper=self._lease_keeper,
         )
-        self._attempts.connect(pool=self.pool, loader=loader, breakers=self.executor.breakers)
+        self._attempts = KernelAttempts(state, outcomes, pool=self.pool, loader=loader, breakers=self.breakers)
         self._link = Link(state, self._attempts)
         self._refusal: Exception | None = None
         self.kernel = kernel_of(
@@ -152,7 +160,7 @@ class WorkerRun:
             handle_error=self._handle_error,
             bell=self.doorbell,
         )
-        self.executor.breakers.call_after_close(self.kernel.want)
+        self.breakers.call_after_close(self.kernel.want)
 
     async def _handle_error(self, error: BaseException) -> None:
         """Pause after an error that may pass. Any other ends the worker; the ends of its attempts are still written."""
@@ -201,7 +209,7 @@ class WorkerRun:
         self.kernel.claim(most)
         while not self.state.stopping.is_set():
             await self._until(self.kernel.is_quiet)
-            await self.executor.breakers.settle()  # The end of a breaker frees messages.
+            await self.breakers.settle()  # The end of a breaker frees messages.
             if self.kernel.is_quiet.is_set():
                 break
         self.kernel.stop()
@@ -231,7 +239,7 @@ class WorkerRun:
                     await self._report_unreadable()
                 await self._presence.start()
                 if self._ends_by_itself:
-                    await self.executor.breakers.inherit()
+                    await self.breakers.inherit()
                 async with self._maintenance, self.failure_alerts:
                     yield
                     if self._ends_by_itself:
@@ -273,7 +281,7 @@ class WorkerRun:
             polled_seconds_ago=polled_seconds_ago,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
             outcomes_refused=self.refused_count,
-            breakers_open=self.executor.breakers.open_count,
+            breakers_open=self.breakers.open_count,
             failure=None if state.error is None else str(state.error),
         )
 
@@ -315,11 +323,10 @@ class WorkerRun:
                 await self._release_unanswered()  # The task may have been cancelled during a claim.
                 while self.pool.open_count:
                     await self._until_progress()
-        self.executor.breakers.stop()
+        self.breakers.stop()
         await self.pool.stop()
         for attempt in [attempt for attempt in state.in_flight.values() if not attempt.done]:
-            attempt.done = True  # The handler has ignored its cancellation.
-            self._attempts.collect(attempt, ABANDONED)
+            self._outcomes.abandon(attempt)  # A thread, or a handler that has ignored its cancellation.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 while self.unwritten_count and not finishing.done():  # A refused outcome may stay refused.
@@ -358,8 +365,9 @@ class WorkerRun:
         if self.doorbell is not None:
             await self.doorbell.stop()
         await self._lease_keeper.stop()
+        await self.breakers.close()
         await self.executor.close()
-        await self._presence.stop(self.executor.breakers.memory)
+        await self._presence.stop(self.breakers.memory)
         if self._django is not None:
             await self._django.close()
         await self.state.store.close()

@@ -118,7 +118,7 @@ def test_a_probe_on_another_way_wakes_a_sleeping_worker(connect: Connect, db: ps
     open_breaker(db)
     with sleeping_worker(connect) as rings:
         ((_, probe_id),) = claim_probe(db)
-        db.execute(sql.BREAKER_FREE_IF_PROBING, {"key": KEY, "probe_id": probe_id, "hold": HOLD})
+        db.execute(sql.BREAKER_RELEASE_IF_PROBING, {"key": KEY, "probe_id": probe_id, "hold": HOLD})
         assert rings() == ["all default"]
     assert holds_of(db) == []
 

@@ -13,8 +13,9 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox, Permanent, Sent, Skip, Snooze, SyncContext, Transient
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import attempts_of, enqueue, row_of, state_of
+from tests.support.outbox_actions import attempts_of, enqueue, reports, row_of, state_of
 
 if TYPE_CHECKING:
     import psycopg
@@ -239,6 +240,30 @@ async def test_a_committed_transactional_handler_stays_sent_whatever_a_middlewar
     await Worker(outbox).run_once()
     assert seen == [Sent()]
     assert state_of(db, message_id) == "sent"
+
+
+async def test_a_middleware_may_return_the_releases_of_a_worker_that_stops(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    seen: list[Outcome] = []
+
+    @outbox.middleware
+    async def note(messages: Messages, call_next: CallNext) -> Sequence[Outcome]:
+        seen.extend(await call_next())
+        return seen
+
+    @outbox.handler("greet", transactional=True, max_size=10)
+    async def greet(message: Message, ctx: Context) -> None:
+        worker.stop()
+
+    worker = Worker(outbox)
+    ids = [enqueue(db) for _ in range(3)]
+    with reports() as heard:
+        await worker.run_once()
+    assert isinstance(seen[0], Sent)
+    assert [isinstance(outcome, Snooze) for outcome in seen[1:]] == [True, True]
+    assert [state_of(db, message_id) for message_id in ids] == ["sent", "pending", "pending"]
+    assert LogEvent.MIDDLEWARE_FAILED not in heard.events
 
 
 async def test_a_timeout_reaches_the_middleware_as_a_cancellation(outbox: Outbox, db: psycopg.Connection) -> None:

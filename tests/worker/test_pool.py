@@ -12,9 +12,9 @@ import pytest
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
-from pgoutbox.message import Message, Sent, Transient
+from pgoutbox.message import Message, Outcome, Sent, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, AttemptResult, Claim, Work
+from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, Claim, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.threads import thread_owner
@@ -34,10 +34,10 @@ class Stand:
     """Slots whose attempts end when the test decides, with a record of their outcomes."""
 
     def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
-        self.outcomes: dict[int, AttemptResult] = {}
-        self.running: dict[int, asyncio.Future[AttemptResult]] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.running: dict[int, asyncio.Future[Outcome]] = {}
         self.most_running = 0
-        self.attempt: Callable[[Work], Awaitable[Sequence[AttemptResult]]] = self.wait_for_the_test
+        self.attempt: Callable[[Work], Awaitable[Sequence[Outcome]]] = self.wait_for_the_test
         settings = settings_for("dbname=unused").model_copy(
             update={
                 "concurrency": concurrency,
@@ -50,15 +50,15 @@ class Stand:
         self.changed = state.signals.progress
         self.slots = AttemptPool(state, self.run, large_texts=LargeTexts(state, keyring=None), on_outcome=self.note)
 
-    async def run(self, work: Work) -> Sequence[AttemptResult]:
+    async def run(self, work: Work) -> Sequence[Outcome]:
         return await self.attempt(work)
 
-    def note(self, attempt: Attempt, ending: AttemptResult) -> None:
+    def note(self, attempt: Attempt, ending: Outcome) -> None:
         assert attempt.message.id not in self.outcomes
         self.outcomes[attempt.message.id] = ending
         self.changed.set()
 
-    async def wait_for_the_test(self, work: Work) -> Sequence[AttemptResult]:
+    async def wait_for_the_test(self, work: Work) -> Sequence[Outcome]:
         ids = [attempt.message.id for attempt in work]
         end = asyncio.get_running_loop().create_future()
         self.running.update(dict.fromkeys(ids, end))
@@ -111,7 +111,7 @@ async def test_the_number_of_concurrent_attempts_is_limited_and_their_order_kept
 async def test_attempts_that_end_at_once_need_one_slot() -> None:
     stand = Stand(concurrency=10)
 
-    async def end_at_once(work: Work) -> Sequence[AttemptResult]:
+    async def end_at_once(work: Work) -> Sequence[Outcome]:
         return [Sent()] * len(work)
 
     stand.attempt = end_at_once
@@ -190,7 +190,7 @@ async def test_a_running_thread_keeps_its_slot() -> None:
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
 
-    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
+    async def run_in_thread(work: Work) -> Sequence[Outcome]:
         if work[0].message.id == 1:
             thread_owner.get().watch_thread(thread)
             await asyncio.wrap_future(thread)
@@ -216,7 +216,7 @@ async def test_a_handler_that_leaves_a_thread_after_it_has_ignored_its_cancellat
     thread.set_running_or_notify_cancel()
     has_ended = asyncio.Event()
 
-    async def begin_thread_late(work: Work) -> Sequence[AttemptResult]:
+    async def begin_thread_late(work: Work) -> Sequence[Outcome]:
         try:
             return await stand.wait_for_the_test(work)
         except asyncio.CancelledError:
@@ -244,7 +244,7 @@ async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_
     thread.set_running_or_notify_cancel()
     has_begun = asyncio.Event()
 
-    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
+    async def run_in_thread(work: Work) -> Sequence[Outcome]:
         thread_owner.get().watch_thread(thread)
         has_begun.set()
         await asyncio.wrap_future(thread)
@@ -272,7 +272,7 @@ async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -
     stand = Stand(concurrency=1, timeout_seconds=0.5)
     begun: list[Future[object]] = []
 
-    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
+    async def run_in_thread(work: Work) -> Sequence[Outcome]:
         thread: Future[object] = Future()
         thread.set_running_or_notify_cancel()
         thread_owner.get().watch_thread(thread)
@@ -301,7 +301,7 @@ async def test_a_thread_that_begins_right_after_the_timeout_keeps_its_message() 
     earlier.set_result(None)
     later: Future[object] = Future()
 
-    async def run_in_threads(work: Work) -> Sequence[AttemptResult]:
+    async def run_in_threads(work: Work) -> Sequence[Outcome]:
         thread_owner.get().watch_thread(earlier)
         (slot,) = stand.slots._slots
         await until(lambda: slot.has_returned)
@@ -334,7 +334,7 @@ async def test_attempts_that_never_wait_let_the_event_loop_turn() -> None:
     stand = Stand(concurrency=2)
     in_one_turn = [0]
 
-    async def work_for_a_while(work: Work) -> Sequence[AttemptResult]:
+    async def work_for_a_while(work: Work) -> Sequence[Outcome]:
         in_one_turn[-1] += 1
         ends_at = time.monotonic() + 0.002
         while time.monotonic() < ends_at:

@@ -1,7 +1,7 @@
 """One circuit breaker, as this process knows it: a state machine without I/O and without a clock.
 
-Closed: messages are sent, and failures are counted. Open: messages wait until `retry_at`. Half-open, after that: one
-message of this process, the probe holder, may ask the database for a probe. Times come from the caller's clock.
+Closed: messages are sent, and failures are counted. Open: messages wait until `retry_at`. Half-open, after that: a
+message may ask the database for a probe, one at a time. Times come from the caller's clock.
 
 A doubtful failure may be the fault of its recipient alone. Recipients that failed since the last success are
 suspects: several of them are not all at fault. While there are few, another recipient may probe at once. A suspect
@@ -10,14 +10,12 @@ becomes an outlier when another recipient succeeds: the failures of an outlier a
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgoutbox.message import Outcome, SendFailure, Transient, Unavailable
-from pgoutbox.worker.breakers.breaker_rows import BreakerRow
 
 WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
@@ -27,13 +25,17 @@ _SUSPECT_LIMIT = 3
 _MAX_REMEMBERED_COUNT = 1_000
 
 
-class Admission(enum.Enum):
-    """What the breaker allows to a message."""
+class BreakerRow(NamedTuple):
+    """An open breaker in the database. `retry_seconds` is not positive when it may be probed.
 
-    SEND = "closed: send, and record the outcome"
-    PROBE = "half-open, and the message is the probe holder: ask for a probe"
-    BYPASS = "half-open, and the message may not probe: send, and record nothing"
-    WAIT = "open, or half-open with another probe holder"
+    `opened`: this statement opened it. `probe_id`: this statement granted a probe.
+    """
+
+    retry_seconds: float
+    cooldown_seconds: float
+    last_error: str
+    opened: bool
+    probe_id: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +53,8 @@ class CircuitBreaker:
     retry_at: float | None = None
     paused_at: float = 0.0
     pause_seconds: float = _MIN_PAUSE_SECONDS
-    probe_holder: int | None = None
+    is_probing: bool = False
+    """Whether a message of this process probes it, or asks for a probe."""
     failure_count: int = 0
     suspects: set[str] = field(default_factory=set)
     outliers: set[str] = field(default_factory=set)
@@ -69,18 +72,11 @@ class CircuitBreaker:
         """Whether it is open and not half-open."""
         return self.retry_at is not None and now < self.retry_at
 
-    def admit(self, message_id: int, now: float, *, recipient: str | None = None, may_probe: bool = True) -> Admission:
-        """Return what this message may do. The first one that may probe becomes the probe holder."""
+    def holds(self, now: float, recipient: str | None) -> bool:
+        """Whether a message for this recipient must wait. If it need not, and the breaker is open, it may probe."""
         if self.retry_at is None:
-            return Admission.SEND
-        if now < (self._probe_at(self.retry_at, recipient) if may_probe else self.retry_at):
-            return Admission.WAIT
-        if not may_probe:
-            return Admission.BYPASS
-        if self.probe_holder not in (None, message_id):
-            return Admission.WAIT
-        self.probe_holder = message_id
-        return Admission.PROBE
+            return False
+        return self.is_probing or now < self._probe_at(self.retry_at, recipient)
 
     def _probe_at(self, retry_at: float, recipient: str | None) -> float:
         """Return when this recipient may probe: a suspect later than others, which may settle a doubt at once."""
@@ -89,11 +85,6 @@ class CircuitBreaker:
         if digest_of(recipient) in self.suspects:
             return retry_at + self.pause_seconds
         return self.paused_at if self.is_in_doubt else retry_at
-
-    def release(self, message_id: int) -> None:
-        """Let another message become the probe holder, if it is this one."""
-        if self.probe_holder == message_id:
-            self.probe_holder = None
 
     def failure_of(self, outcome: Outcome) -> SendFailure | Unavailable | None:
         """Return the outcome if it is a failure of this breaker's transport, host or part."""

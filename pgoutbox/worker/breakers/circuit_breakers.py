@@ -23,7 +23,7 @@ from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, Transport, bare_destination, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
 from pgoutbox.worker.breakers.bulkhead import Bulkhead, Room
-from pgoutbox.worker.breakers.circuit_breaker import WINDOW_SECONDS, Admission, CircuitBreaker
+from pgoutbox.worker.breakers.circuit_breaker import WINDOW_SECONDS, CircuitBreaker
 from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from pgoutbox.worker.dispatcher import Send, send_by
 
@@ -40,15 +40,15 @@ class _Circuit(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A probe that a claim began with its message: the breaker, the id of the probe, and the hold of the message."""
+    """The database lets a message probe this breaker. `hold` is that of a message that a claim took for it."""
 
     breaker_key: str
     probe_id: str
-    hold: str
+    hold: str | None = None
 
 
 class CircuitBreakers:
-    """The circuit breakers of one worker. `send` calls the transport, after all checks."""
+    """The circuit breakers of one worker."""
 
     def __init__(
         self,
@@ -58,19 +58,16 @@ class CircuitBreakers:
         telemetry: Telemetry,
         *,
         alert_queue: str | None = None,
-        send: Send = send_by,
         clock: Callable[[], float] = elapsed_clock,
     ) -> None:
         self._transports = transports
         self._settings = settings
-        self._send_by = send
         self._clock = clock
         self._shared = SharedBreakers(store, settings.breaker, telemetry, alert_queue=alert_queue, clock=clock)
         self._bulkhead = Bulkhead(settings.concurrency, clock)
         self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
         self._circuits: dict[str, _Circuit] = {}
-        self._probed_by: dict[int, CircuitBreaker] = {}
-        self._grants: dict[int, Grant] = {}
+        self._grants: dict[int, Grant | None] = {}  # By message, until its attempt ends. None: it is used.
         self._rendering_topics: set[str] = set()
         self._is_stopping = False
         self._inherited: dict[str, dict[str, Any]] | None = None
@@ -96,21 +93,25 @@ class CircuitBreakers:
         """Call this whenever this worker has closed a breaker."""
         self._shared.on_close = call
 
+    @property
+    def probing_count(self) -> int:
+        """The number of attempts that have got a probe."""
+        return len(self._grants)
+
     def grant(self, message_id: int, grant: Grant) -> None:
         """Let a claimed message probe its breaker. Report the end of its attempt with `end_grant`."""
         self._grants[message_id] = grant
 
     def end_grant(self, message_id: int, *, is_sent: bool) -> None:
-        """Report the end of an attempt that got a grant. A probe that it has not used is given back."""
-        grant = self._grants.pop(message_id, None)
-        if grant is not None:
+        """Report the end of any attempt. A probe that it has not used is given back."""
+        if self._grants and (grant := self._grants.pop(message_id, None)) is not None:
             self._give_back(grant, is_freed=is_sent)
 
     def _give_back(self, grant: Grant, *, is_freed: bool) -> None:
-        if is_freed:
-            self._shared.start(self._shared.free(*grant))
-        else:
-            self._shared.start(self._shared.release(grant.breaker_key, grant.probe_id))
+        if (circuit := self._circuits.get(grant.breaker_key)) is not None:
+            circuit.breaker.is_probing = False
+        freed_hold = grant.hold if is_freed else None
+        self._shared.release(grant.breaker_key, grant.probe_id, freed_hold)
 
     @property
     def open_count(self) -> int:
@@ -135,44 +136,57 @@ class CircuitBreakers:
     async def refusal(self, message: Message[object]) -> Postponed | None:
         """Return a snooze if the breaker refuses this message now, before its handler renders it; else None.
 
-        When a probe is due, one message passes; the caller reports the end of its attempt with `release`.
+        When a probe is due, one message gets it.
         """
         circuit = self._circuit_of(message)
         if circuit is None:
             return None
-        match await self._admit(circuit, message):
-            case Admission.WAIT:
-                return self._postpone(circuit.breaker, message)
-            case Admission.PROBE:
-                self._probed_by[message.id] = circuit.breaker
-            case Admission.SEND if circuit.room.is_stalled:
-                return _stalled(circuit)
-        return None
+        if circuit.breaker.is_closed:
+            return _stalled(circuit) if circuit.room.is_stalled else None
+        answer = await self._ask(circuit, message)
+        if isinstance(answer, Grant):
+            self._grants[message.id] = answer
+            return None
+        return answer
 
-    def release(self, message: Message[object]) -> None:
-        """Report the end of the attempt of a message that was not refused, whether or not it was sent."""
-        breaker = self._probed_by.pop(message.id, None)
-        if breaker is not None:
-            breaker.release(message.id)
+    async def _ask(self, circuit: _Circuit, message: Message[object]) -> Postponed | Grant | None:
+        """Ask an open breaker for a probe. None: the message need not probe, because it is an alert or it has closed.
 
-    async def _admit(self, circuit: _Circuit, message: Message[object]) -> Admission:
-        # An alert may announce this very breaker: it neither counts nor probes.
-        may_probe = message.topic != ALERT_TOPIC
-        admit = partial(circuit.breaker.admit, message.id, recipient=_recipient_of(message), may_probe=may_probe)
-        admission = admit(self._clock())
-        if admission is Admission.WAIT:
+        An alert may announce this very breaker: it neither counts nor probes, and waits only during the pause.
+        """
+        breaker, is_alert = circuit.breaker, message.topic == ALERT_TOPIC
+        recipient = _recipient_of(message)
+
+        def must_wait() -> bool:
+            return breaker.is_paused(self._clock()) if is_alert else breaker.holds(self._clock(), recipient)
+
+        if must_wait():
             breakers = [one.breaker for one in self._circuits.values()]
             # If it were still open, the claim would have left out this message.
-            await self._shared.refresh(breakers, is_doubted=self._holds_alike(circuit.breaker, message))
+            await self._shared.refresh(breakers, is_doubted=self._holds_alike(breaker, message))
             # The refresh may have closed the breaker or changed its pause, and the pause may be over.
-            admission = admit(self._clock())
-        return admission
+            if must_wait():
+                return self._postpone(breaker, message)
+        if breaker.is_closed or is_alert:
+            return None
+        breaker.is_probing = True
+        probe_id = None
+        try:
+            probe_id = await self._shared.begin_probe(breaker)
+        finally:
+            breaker.is_probing = probe_id is not None
+        if probe_id is not None:
+            return Grant(breaker.key, probe_id)
+        # The answer has closed or paused the breaker.
+        return None if breaker.retry_at is None else self._postpone(breaker, message)
 
-    async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
-        """Call the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
+    async def send(
+        self, transport: Transport, message: Message[object], content: Content, *, by: Send = send_by
+    ) -> Outcome:
+        """Send `by` the transport, or snooze the message if a breaker is open. Such an attempt is not used up."""
         self._rendering_topics.add(message.topic)
         key, parts = breaker_key(transport, message, content), part_keys(transport, message, content)
-        call: _Call = partial(self._send_by, transport, message, content)
+        call: _Call = partial(by, transport, message, content)
         watched = [part for part in parts if part in self._circuits or part in (self._inherited or ())]
         for part in watched:
             call = partial(self._send_through, part, message, call, is_part=True)
@@ -194,24 +208,26 @@ class CircuitBreakers:
         circuit = self._circuits.get(key) or self._add(key, is_part=is_part)
         room = circuit.room
         try:
-            if self._grants and not is_part and (grant := self._grants.pop(message.id, None)) is not None:
+            if not is_part and self._grants and (grant := self._grants.get(message.id)) is not None:
+                self._grants[message.id] = None
                 if grant.breaker_key == key:
                     return await self._probe(circuit, grant.probe_id, message, call)
                 self._give_back(grant, is_freed=True)
-            if circuit.breaker.is_closed and not room.is_full:
-                return await self._send_and_record(circuit, message, call)
-            while (admission := await self._admit(circuit, message)) is Admission.SEND and room.is_full:
-                if room.is_stalled:
+            # Other sends may open the breaker, or take the room: ask again after each wait.
+            while not circuit.breaker.is_closed or room.is_full:
+                if not circuit.breaker.is_closed:
+                    answer = await self._ask(circuit, message)
+                    if isinstance(answer, Grant):
+                        return await self._probe(circuit, answer.probe_id, message, call)
+                    if answer is not None:
+                        return answer
+                    if message.topic == ALERT_TOPIC:
+                        break
+                elif room.is_stalled:
                     return _stalled(circuit)
-                await room.wait()
-                # Other sends may have opened the breaker, or taken the room: ask again.
-            match admission:
-                case Admission.WAIT:
-                    return self._postpone(circuit.breaker, message)
-                case Admission.PROBE:
-                    return await self._ask_and_probe(circuit, message, call)
-                case Admission.SEND | Admission.BYPASS:
-                    return await self._send_and_record(circuit, message, call)
+                else:
+                    await room.wait()
+            return await self._send_and_record(circuit, message, call)
         finally:
             # Another circuit may have taken its place in the table during the send.
             is_in_use = room.is_in_use or not circuit.breaker.is_forgettable(self._clock())
@@ -264,22 +280,9 @@ class CircuitBreakers:
                 return self._postpone(breaker, message, failure)
         return breaker.own_failure(outcome)
 
-    async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], call: _Call) -> Outcome:
-        """Send the message if the database grants it the probe, or if the breaker is closed there."""
-        breaker = circuit.breaker
-        try:
-            probe_id = await self._shared.begin_probe(breaker)
-            if probe_id is not None:
-                return await self._probe(circuit, probe_id, message, call)
-            # The answer has closed or paused the breaker.
-            if breaker.is_closed:
-                return await self._send_and_record(circuit, message, call)
-            return self._postpone(breaker, message)
-        finally:
-            breaker.release(message.id)
-
     async def _probe(self, circuit: _Circuit, probe_id: str, message: Message[object], call: _Call) -> Outcome:
         breaker, shared = circuit.breaker, self._shared
+        breaker.is_probing = True
         try:
             outcome = await circuit.room.use(call)
         except BaseException as error:
@@ -288,8 +291,10 @@ class CircuitBreakers:
             if isinstance(error, asyncio.CancelledError) and not self._is_stopping:
                 shared.start(shared.reopen(breaker, probe_id, _TIMED_OUT.error))
             else:
-                shared.start(shared.release(breaker.key, probe_id))
+                shared.release(breaker.key, probe_id)
             raise
+        finally:
+            breaker.is_probing = False
         # The breaker may have changed by a refresh. The result of the probe is newer.
         if isinstance(outcome, Sent):
             breaker.record_success(_recipient_of(message))
@@ -300,7 +305,7 @@ class CircuitBreakers:
             await shared.reopen(breaker, probe_id, failure.error)
             return self._postpone(breaker, message, failure)
         else:
-            shared.start(shared.release(breaker.key, probe_id))
+            shared.release(breaker.key, probe_id)
         return breaker.own_failure(outcome)
 
     def _postpone(

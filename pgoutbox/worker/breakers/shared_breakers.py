@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, LiteralString, TypeVar
 
 import psycopg
+from psycopg.rows import TupleRow
 
+from pgoutbox.database import sql
 from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import BreakerSettings
 from pgoutbox.text import clean_text
-from pgoutbox.worker.breakers.breaker_rows import BreakerRow, BreakerRows
-from pgoutbox.worker.breakers.circuit_breaker import CircuitBreaker
+from pgoutbox.worker.breakers.circuit_breaker import BreakerRow, CircuitBreaker
 
 _REFRESH_SECONDS = 1.0
 _LIST_SECONDS = 60.0
@@ -43,9 +45,16 @@ class SharedBreakers:
         alert_queue: str | None,
         clock: Callable[[], float],
     ) -> None:
-        self._rows = BreakerRows(store, settings)
+        self._store = store
+        self._parameters = {
+            "cooldown_seconds": settings.cooldown_seconds,
+            "max_cooldown_seconds": settings.max_cooldown_seconds,
+            "probe_timeout_seconds": settings.probe_timeout_seconds,
+            "worker": store.worker,
+            "alert_queue": alert_queue,
+            "alert_destinations": store.alert_destinations,
+        }
         self._telemetry = telemetry
-        self._alert_queue = alert_queue
         self._clock = clock
         self.on_close: Callable[[], None] = lambda: None
         """Called when this worker has closed a breaker."""
@@ -61,78 +70,75 @@ class SharedBreakers:
         """Open the breaker if this failure `trips` it, or if it is open for other workers."""
         if not breaker.is_closed:
             return
-        row = await self._ask(self._failed(breaker.key, error, trips=trips))
-        if row is None and trips:
+        parameters = {"key": breaker.key, "error": clean_text(error), "trips": trips}
+        rows = await self._ask(sql.BREAKER_FAILED, **parameters)
+        if rows == [] and trips:
             # Another worker opened it during the statement, which could not see that row.
-            row = await self._ask(self._failed(breaker.key, error, trips=trips))
-        if isinstance(row, BreakerRow):
-            # Another send may have opened it too. The newest row is right.
-            breaker.open(row, self._clock())
-
-    async def _failed(self, key: str, error: str, *, trips: bool) -> BreakerRow | None:
-        row = await self._rows.failed(key, trips=trips, error=clean_text(error), alert_queue=self._alert_queue)
-        if row is not None and row.opened:
-            self._telemetry.report(
-                logging.WARNING, LogEvent.BREAKER_OPENED, "breaker opened", breaker=key, retry_seconds=row.retry_seconds
-            )
-        return row
+            rows = await self._ask(sql.BREAKER_FAILED, **parameters)
+        if not rows:
+            return
+        row = BreakerRow._make(rows[0])
+        # Another send may have opened it too. The newest row is right.
+        breaker.open(row, self._clock())
+        if row.opened:
+            seconds, text = row.retry_seconds, "breaker opened"
+            event = LogEvent.BREAKER_OPENED
+            self._telemetry.report(logging.WARNING, event, text, breaker=breaker.key, retry_seconds=seconds)
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
-        """Return the memory of the last run, by key. None of it if the database does not answer."""
-        failures = await self._ask(self._rows.failures_of_last_run())
-        return failures if isinstance(failures, dict) else {}
+        """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on.
+
+        None of it if the database does not answer.
+        """
+        rows = await self._ask(sql.FAILURES_OF_LAST_RUN, self._store.claims)
+        return dict(rows[0][0]) if rows else {}
 
     async def begin_probe(self, breaker: CircuitBreaker) -> str | None:
         """Return the id of a granted probe. Without one, the breaker is closed, or paused for another time."""
         is_early = breaker.is_paused(self._clock())
-        row = await self._ask(self._rows.probe(breaker.key, is_early=is_early))
+        rows = await self._ask(sql.BREAKER_PROBE, key=breaker.key, is_early=is_early)
         # A refresh may have changed the breaker during the statement. This row is newer.
-        if isinstance(row, Exception):
+        if rows is None:
             breaker.pause(self._clock())
-        elif row is None:
+        elif not rows:
             breaker.close()  # Another worker's probe has succeeded, or an operator closed it.
-        elif row.probe_id is None:
-            breaker.open(row, self._clock())
-        else:
+        elif (row := BreakerRow._make(rows[0])).probe_id is not None:
             return row.probe_id
+        else:
+            breaker.open(row, self._clock())
         return None
 
     async def close(self, key: str, probe_id: str | None, *, send_seconds: float | None = None) -> None:
         """Close the row after a successful probe, or after another send that took `send_seconds`.
 
-        If this fails, the probe counts as lost once its time is over.
+        It stays if the probe was given up, or if the last failure is newer than the send. If this fails, the probe
+        counts as lost once its time is over.
         """
-        open_seconds = await self._ask(
-            self._rows.close(key, probe_id, send_seconds=send_seconds, alert_queue=self._alert_queue)
-        )
-        if isinstance(open_seconds, float):
+        rows = await self._ask(sql.BREAKER_CLOSE_IF_NEWER, key=key, probe_id=probe_id, send_seconds=send_seconds)
+        if rows:
             self.on_close()
-            self._telemetry.report(
-                logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
-            )
+            event, ((seconds,),) = LogEvent.BREAKER_CLOSED, rows
+            self._telemetry.report(logging.INFO, event, "breaker closed", breaker=key, open_seconds=seconds)
 
     async def reopen(self, breaker: CircuitBreaker, probe_id: str, error: str) -> None:
-        """Extend the pause after a failed probe."""
+        """Extend the pause after a failed probe, unless it was given up."""
         breaker.pause(self._clock())
-        row = await self._ask(self._rows.reopen(breaker.key, probe_id, error=clean_text(error)))
-        if isinstance(row, BreakerRow):
+        parameters = {"key": breaker.key, "probe_id": probe_id, "error": clean_text(error)}
+        if rows := await self._ask(sql.BREAKER_REOPEN_IF_PROBING, **parameters):
+            row = BreakerRow._make(rows[0])
             # A refresh may have read an older row during this statement.
             breaker.open(row, self._clock())
-            self._telemetry.report(
-                logging.INFO,
-                LogEvent.BREAKER_REOPENED,
-                "breaker stays open",
-                breaker=breaker.key,
-                retry_seconds=row.retry_seconds,
-            )
+            seconds, text = row.retry_seconds, "breaker stays open"
+            event = LogEvent.BREAKER_REOPENED
+            self._telemetry.report(logging.INFO, event, text, breaker=breaker.key, retry_seconds=seconds)
 
-    async def release(self, key: str, probe_id: str) -> None:
-        """Give a probe without a result back."""
-        await self._ask(self._rows.release(key, probe_id))
+    def release(self, key: str, probe_id: str, freed_hold: str | None = None) -> None:
+        """Give a probe without a result back, and let claims take the messages of a hold that was wrong.
 
-    async def free(self, key: str, probe_id: str, hold: str) -> None:
-        """Give a probe back whose message was sent on another way, and let claims take the messages of its hold."""
-        await self._ask(self._rows.free(key, probe_id, hold))
+        It is written before the next probe is asked for.
+        """
+        parameters = {"key": key, "probe_id": probe_id, "hold": freed_hold}
+        self.start(self._fetch(sql.BREAKER_RELEASE_IF_PROBING, self._store.attempts, parameters))
 
     def note_claim(self) -> None:
         """Read the rows once more before a message of this claim is held back: the claim may have seen newer rows.
@@ -156,8 +162,8 @@ class SharedBreakers:
             self._listing.add_done_callback(lambda _: self._close_open(keys, began_at))
 
     async def _list_open(self) -> None:
-        open_keys = await self._ask(self._rows.open_keys())
-        self._open_keys = open_keys if isinstance(open_keys, set) else set()
+        rows = await self._ask(sql.BREAKER_KEYS, self._store.claims)
+        self._open_keys = {key for (key,) in rows or ()}
 
     def _close_open(self, keys: Sequence[str | None], began_at: float) -> None:
         for key in self._open_keys.intersection(keys):
@@ -184,26 +190,35 @@ class SharedBreakers:
 
     async def _read(self, paused: Sequence[CircuitBreaker], asked_at: float) -> None:
         try:
-            rows = await self._ask(self._rows.read([breaker.key for breaker in paused]))
+            keys = [breaker.key for breaker in paused]
+            rows = await self._ask(sql.BREAKERS, self._store.claims, keys=keys)
         finally:
             self._reading = None
-        if isinstance(rows, dict):
+        if rows is not None:
+            found = {key: BreakerRow._make(row) for key, *row in rows}
             for breaker in paused:
                 # A probe or a failure may have changed the breaker since the query: `refresh` checks it.
-                breaker.refresh(rows.get(breaker.key), asked_at=asked_at, now=self._clock())
+                breaker.refresh(found.get(breaker.key), asked_at=asked_at, now=self._clock())
 
-    async def _ask(self, question: Coroutine[object, object, T]) -> T | Exception:
-        """Return the database's answer, or the error if it did not answer.
+    async def _ask(
+        self, statement: LiteralString, link: WorkerConnection | None = None, /, **parameters: object
+    ) -> list[TupleRow] | None:
+        """Return the database's answer; None without one.
 
         The cancellation of a send does not break the connection of this query.
         """
+        return await asyncio.shield(self.start(self._fetch(statement, link or self._store.attempts, parameters)))
+
+    async def _fetch(
+        self, statement: LiteralString, link: WorkerConnection, parameters: Mapping[str, object]
+    ) -> list[TupleRow] | None:
         try:
-            return await asyncio.shield(self.start(question))
+            return await link.fetch(statement, {**self._parameters, **parameters})
         except (psycopg.Error, OSError) as error:
             reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
             text = "the shared circuit breaker could not be read"
             self._telemetry.report(logging.WARNING, LogEvent.BREAKER_UNKNOWN, text, reason=reason)
-            return error
+            return None
 
     def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         """Run this in the background, until `aclose` at the latest."""

@@ -28,7 +28,7 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import ALREADY_FINISHED, RELEASED, Attempt, AttemptResult, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, Work
 from pgoutbox.worker.dispatcher import Dispatcher, halves, outcome_of_error
 from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.threads import thread_owner
@@ -66,19 +66,19 @@ class Transactions:
         self._dispatcher = dispatcher
         self._sessions = HandlerSessions(run.settings, run.telemetry)
 
-    async def run(self, work: Work) -> Sequence[AttemptResult]:
+    async def run(self, work: Work) -> Sequence[Outcome]:
         """Run one attempt of each message. The writes of an attempt with any outcome but `Sent` are rolled back.
 
         What happens before the handler begins uses up no attempt.
         """
-        results: dict[Attempt, AttemptResult] = {}
+        results: dict[Attempt, Outcome] = {}
         # A session has the name of one claim. After a failover the attempts may have several.
         parts: list[Work] = [list(same) for _, same in groupby(work, key=lambda attempt: attempt.claim)]
         while parts:
             parts[:0] = await self._run_part(parts.pop(0), results)
         return [results[attempt] for attempt in work]
 
-    async def _run_part(self, work: Work, results: dict[Attempt, AttemptResult]) -> Sequence[Work]:
+    async def _run_part(self, work: Work, results: dict[Attempt, Outcome]) -> Sequence[Work]:
         """Run these attempts in a transaction. Return those that have no result, in parts to try again."""
         slot = thread_owner.get()
         slot.pause_timeout()
@@ -108,7 +108,7 @@ class Transactions:
         return name_shared_session(self._store.worker, attempt.claimed_at)
 
     async def _run_in(
-        self, session: HandlerSession, work: Work, results: dict[Attempt, AttemptResult], *, forgets: bool
+        self, session: HandlerSession, work: Work, results: dict[Attempt, Outcome], *, forgets: bool
     ) -> Sequence[Work]:
         """Run the attempts, and end the transaction. A cancellation passes through with the transaction open."""
         sent: Work = ()
@@ -118,7 +118,9 @@ class Transactions:
             sent, parts = await run(session, work, results)
             if sent:
                 await self._complete(session, sent, forgets=forgets)
-                results.update(dict.fromkeys(sent, ALREADY_FINISHED))
+                for attempt in sent:
+                    attempt.is_written = True
+                    results[attempt] = Sent()
                 return parts
         except BaseException as error:  # noqa: BLE001 - a refused commit is the outcome of these attempts
             outcome = outcome_of_error(work[0].handler, error)
@@ -135,7 +137,7 @@ class Transactions:
         return parts
 
     async def _run_each(
-        self, session: HandlerSession, work: Work, results: dict[Attempt, AttemptResult]
+        self, session: HandlerSession, work: Work, results: dict[Attempt, Outcome]
     ) -> tuple[Work, Sequence[Work]]:
         """Run the handler for one message after the other. Return those that are to be completed."""
         if work[0].handler.max_size is None:
@@ -183,7 +185,7 @@ class Transactions:
         return _checked(session, outcome)
 
     async def _run_batch(
-        self, session: HandlerSession, work: Work, results: dict[Attempt, AttemptResult]
+        self, session: HandlerSession, work: Work, results: dict[Attempt, Outcome]
     ) -> tuple[Work, Sequence[Work]]:
         """Call the handler for all messages. Return them if all are sent, else those to try again."""
         slot = thread_owner.get()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
+from pgoutbox.database import sql
 from pgoutbox.message import SendFailure
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports import SmtpTransport
 from pgoutbox.worker import Worker
 from pgoutbox.worker.breakers import shared_breakers
-from pgoutbox.worker.breakers.breaker_rows import BreakerRow, BreakerRows
+from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
 from tests.support.smtp_server import accepting_server, scripted_server
@@ -107,9 +108,7 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
         await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
         host.mood = Mood.TAKE
         db.execute("DELETE FROM pgoutbox.breaker")
-        monkeypatch.setattr(
-            run_of(worker).executor.breakers._shared, "_refreshed_at", -HOUR
-        )  # As if a second had passed.
+        monkeypatch.setattr(run_of(worker).breakers._shared, "_refreshed_at", -HOUR)  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
@@ -117,14 +116,15 @@ async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_
 async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Sequence[str]] = []
-    ask = BreakerRows.read
+    asked: list[object] = []
+    fetch = SharedBreakers._fetch
 
-    async def note(self: BreakerRows, keys: Sequence[str]) -> dict[str, BreakerRow]:
-        asked.append(keys)
-        return await ask(self, keys)
+    async def note(self: SharedBreakers, statement: LiteralString, link: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        if statement is sql.BREAKERS:
+            asked.append(parameters["keys"])
+        return await fetch(self, statement, link, parameters)
 
-    monkeypatch.setattr(BreakerRows, "read", note)
+    monkeypatch.setattr(SharedBreakers, "_fetch", note)
     monkeypatch.setattr(shared_breakers, "_REFRESH_SECONDS", HOUR)
     app = App(dsn, breaker_failures=1, **LONG)
     async with line_host(Mood.DROP) as host, running(app.worker()):
@@ -272,7 +272,7 @@ async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn
 
 
 def knows_as_open(worker: Worker, key: str) -> bool:
-    circuit = run_of(worker).executor.breakers._circuits.get(key)
+    circuit = run_of(worker).breakers._circuits.get(key)
     return circuit is not None and not circuit.breaker.is_closed
 
 

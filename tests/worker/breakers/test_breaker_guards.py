@@ -9,18 +9,19 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import pytest
 
 from pgoutbox import Message, Permanent, Transient, Unavailable
+from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, SendFailure, Sent, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.breakers import bulkhead, circuit_breakers, shared_breakers
-from pgoutbox.worker.breakers.breaker_rows import BreakerRows
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
+from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
@@ -38,6 +39,15 @@ COOLDOWN_SECONDS = 100.0
 PAUSE_SECONDS = 10.0  # A tenth of the pause.
 KEY = "line://a"
 PART = "line://a sender x"
+STATEMENTS = {
+    "failed": sql.BREAKER_FAILED,
+    "probe": sql.BREAKER_PROBE,
+    "read": sql.BREAKERS,
+    "close": sql.BREAKER_CLOSE_IF_NEWER,
+    "reopen": sql.BREAKER_REOPEN_IF_PROBING,
+    "release": sql.BREAKER_RELEASE_IF_PROBING,
+    "open_keys": sql.BREAKER_KEYS,
+}
 SENT = Sent()
 DEAD = SendFailure("no answer", outage=True)
 REFUSED = Unavailable("the password is refused")
@@ -165,20 +175,15 @@ async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the breaker queries to the database, by the name of their method."""
+    """Record the breaker queries to the database, by their names in `STATEMENTS`."""
     asked: list[str] = []
+    fetch = SharedBreakers._fetch
 
-    def note(name: str) -> None:
-        method = getattr(BreakerRows, name)
+    async def noted(self: SharedBreakers, statement: LiteralString, link: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        asked.extend(name for name in STATEMENTS if STATEMENTS[name] is statement)
+        return await fetch(self, statement, link, parameters)
 
-        async def noted(self: BreakerRows, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-            asked.append(name)
-            return await method(self, *arguments, **options)
-
-        monkeypatch.setattr(BreakerRows, name, noted)
-
-    for name in ("failed", "probe", "read", "close", "reopen", "release", "open_keys"):
-        note(name)
+    monkeypatch.setattr(SharedBreakers, "_fetch", noted)
     return asked
 
 
@@ -192,15 +197,16 @@ class Gate:
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, name: str) -> Gate:
     """Hold back the database's answer to this query until the gate opens."""
-    gate, method = Gate(), getattr(BreakerRows, name)
+    gate, fetch = Gate(), SharedBreakers._fetch
 
-    async def held(self: BreakerRows, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
-        answer = await method(self, *arguments, **options)
-        gate.reached.set()
-        await gate.opened.wait()
+    async def held(self: SharedBreakers, statement: LiteralString, link: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        answer = await fetch(self, statement, link, parameters)
+        if statement is STATEMENTS[name]:
+            gate.reached.set()
+            await gate.opened.wait()
         return answer
 
-    monkeypatch.setattr(BreakerRows, name, held)
+    monkeypatch.setattr(SharedBreakers, "_fetch", held)
     return gate
 
 
@@ -729,7 +735,7 @@ async def test_without_an_answer_of_the_database_this_process_does_not_probe(
     assert asked.count("probe") == 1
 
 
-async def test_a_probe_holder_that_sent_nothing_does_not_end_another_workers_probe(
+async def test_the_end_of_an_attempt_whose_probe_is_over_does_not_end_the_next_probe(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -740,9 +746,9 @@ async def test_a_probe_holder_that_sent_nothing_does_not_end_another_workers_pro
     one.at[KEY].answer = Permanent("no such address")
     assert await one.send(2) is one.at[KEY].answer  # Its probe is over, but its attempt is not.
     assert await one.refusal(4) is None
-    one.breakers.release(message(2))
+    one.breakers.end_grant(2, is_sent=False)
     assert await one.refusal(5) is not None
-    one.breakers.release(message(4))
+    one.breakers.end_grant(4, is_sent=False)
     assert await one.refusal(5) is None
 
 
@@ -764,12 +770,12 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_changes_a_break
     assert await one.refusal(5, topic=ALERT_TOPIC) is None
     assert await one.refusal(6) is None, "an alert must not be a probe"
     assert await one.send(5, topic=ALERT_TOPIC) is SENT
-    one.breakers.release(message(6))
+    one.breakers.end_grant(6, is_sent=False)
     one.at[KEY].answer = DEAD
     assert isinstance(await one.send(7, topic=ALERT_TOPIC), Unavailable), "an alert must not use up an attempt"
     await one.breakers.close()
     assert is_open(db)
-    assert asked.count("probe") == 1
+    assert asked.count("probe") == 2
 
 
 # --- refresh ---------------------------------------------------------------------------------------------------------

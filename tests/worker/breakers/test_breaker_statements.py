@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pgoutbox.database import sql
-from pgoutbox.worker.breakers.breaker_rows import BreakerRow
+from pgoutbox.worker.breakers.circuit_breaker import BreakerRow
 from tests.support import races
 from tests.support.messages import ADD_ATTEMPT
 from tests.support.outbox_actions import enqueue
@@ -88,7 +88,7 @@ def reopen(db: psycopg.Connection, probe_id: str, *, max_cooldown_seconds: float
 
 
 def release(db: psycopg.Connection, probe_id: str) -> bool:
-    parameters = {"key": KEY, "probe_id": probe_id}
+    parameters = {"key": KEY, "probe_id": probe_id, "hold": None}
     return db.execute(sql.BREAKER_RELEASE_IF_PROBING, parameters).fetchone() is not None
 
 

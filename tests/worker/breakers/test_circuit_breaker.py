@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.message import Permanent, SendFailure, Sent, Transient, Unavailable
-from pgoutbox.worker.breakers.breaker_rows import BreakerRow
-from pgoutbox.worker.breakers.circuit_breaker import Admission, CircuitBreaker
+from pgoutbox.worker.breakers.circuit_breaker import BreakerRow, CircuitBreaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,18 +16,16 @@ if TYPE_CHECKING:
 
 NOW = 1_000.0
 OUTAGE = SendFailure("down", outage=True)
-SEND, PROBE, BYPASS, WAIT = Admission.SEND, Admission.PROBE, Admission.BYPASS, Admission.WAIT
 SOON, LATER = BreakerRow(10.0, 50.0, "down", False, None), BreakerRow(100.0, 50.0, "still down", False, None)
 PROBED_ELSEWHERE = BreakerRow(-1.0, 50.0, "down", False, None)
 
 
 def breaker_in(state: str, *, is_part: bool = False) -> CircuitBreaker:
-    """Return a breaker in this state at `NOW`. In the state `probing`, message 1 is the probe holder."""
+    """Return a breaker in this state at `NOW`."""
     breaker = CircuitBreaker("key", failure_limit=3, error_rate=0.5, is_part=is_part)
     if state != "closed":
         breaker.open(SOON, NOW if state == "open" else NOW - 10)
-    if state == "probing":
-        assert breaker.admit(1, NOW) is PROBE
+    breaker.is_probing = state == "probing"
     return breaker
 
 
@@ -37,24 +34,14 @@ def state_of(breaker: CircuitBreaker, now: float = NOW) -> str:
         return "closed"
     if breaker.is_paused(now):
         return "open"
-    return "half-open" if breaker.probe_holder is None else "probing"
+    return "probing" if breaker.is_probing else "half-open"
 
 
 @pytest.mark.parametrize(
-    ("state", "first", "other", "alert"),
-    [
-        ("closed", SEND, SEND, SEND),
-        ("open", WAIT, WAIT, WAIT),
-        ("half-open", PROBE, WAIT, BYPASS),
-        ("probing", PROBE, WAIT, BYPASS),
-    ],
+    ("state", "holds"), [("closed", False), ("open", True), ("half-open", False), ("probing", True)]
 )
-def test_a_state_admits(state: str, first: Admission, other: Admission, alert: Admission) -> None:
-    breaker = breaker_in(state)
-    assert breaker.admit(3, NOW, may_probe=False) is alert
-    assert breaker.admit(1, NOW) is first
-    assert breaker.admit(2, NOW) is other
-    assert breaker.admit(1, NOW) is first, "the probe holder may ask again"
+def test_a_state_holds_messages_back(state: str, holds: bool) -> None:
+    assert breaker_in(state).holds(NOW, "ann") is holds
 
 
 EVENTS: dict[str, Callable[[CircuitBreaker], object]] = {
@@ -64,10 +51,6 @@ EVENTS: dict[str, Callable[[CircuitBreaker], object]] = {
     "close": lambda breaker: breaker.close(),
     "failure": lambda breaker: breaker.record_failure(OUTAGE, NOW),
     "success": lambda breaker: breaker.record_success("ann"),
-    "admit": lambda breaker: breaker.admit(1, NOW),
-    "admit an alert": lambda breaker: breaker.admit(1, NOW, may_probe=False),
-    "release the holder": lambda breaker: breaker.release(1),
-    "release another": lambda breaker: breaker.release(2),
     "refresh with a row": lambda breaker: breaker.refresh(LATER, asked_at=NOW, now=NOW),
     "refresh without a row": lambda breaker: breaker.refresh(None, asked_at=NOW, now=NOW),
     "refresh from before the change": lambda breaker: breaker.refresh(None, asked_at=NOW - 11, now=NOW),
@@ -80,10 +63,6 @@ TRANSITIONS = {
     "close": ("closed", "closed", "closed", "closed"),
     "failure": ("closed", "open", "half-open", "probing"),
     "success": ("closed", "open", "half-open", "probing"),
-    "admit": ("closed", "open", "probing", "probing"),
-    "admit an alert": ("closed", "open", "half-open", "probing"),
-    "release the holder": ("closed", "open", "half-open", "half-open"),
-    "release another": ("closed", "open", "half-open", "probing"),
     "refresh with a row": ("closed", "open", "open", "open"),
     "refresh without a row": ("closed", "closed", "closed", "closed"),
     "refresh from before the change": ("closed", "open", "half-open", "probing"),
@@ -230,28 +209,25 @@ def test_another_recipient_may_probe_at_once_until_three_recipients_are_suspects
     breaker = breaker_in("open")
     for recipient, following in zip("abc", "bcd", strict=True):
         breaker.record_failure(doubtful_fault(recipient), NOW)
-        breaker.release(1)
-        assert breaker.admit(1, NOW, recipient=recipient) is WAIT
-        assert breaker.admit(1, NOW, recipient=following, may_probe=False) is WAIT
-        assert breaker.admit(1, NOW, recipient=following) is (WAIT if recipient == "c" else PROBE)
+        assert breaker.holds(NOW, recipient)
+        assert breaker.holds(NOW, following) is (recipient == "c")
 
 
 def test_a_failure_that_is_not_doubtful_ends_the_doubt() -> None:
     breaker = breaker_in("open")
     breaker.record_failure(doubtful_fault("a"), NOW)
     breaker.record_failure(OUTAGE, NOW)
-    assert breaker.admit(1, NOW, recipient="b") is WAIT
+    assert breaker.holds(NOW, "b")
 
 
 def test_a_suspect_probes_a_little_later_than_others() -> None:
     breaker = breaker_in("half-open")
     for recipient in "abc":
         breaker.record_failure(doubtful_fault(recipient), NOW)
-    assert breaker.admit(1, NOW, recipient="a") is WAIT
+    assert breaker.holds(NOW, "a")
     assert breaker.wait_seconds(NOW, "a") == breaker.pause_seconds
-    assert breaker.admit(2, NOW, recipient="d") is PROBE
-    breaker.release(2)
-    assert breaker.admit(1, NOW + breaker.pause_seconds, recipient="a") is PROBE
+    assert not breaker.holds(NOW, "d")
+    assert not breaker.holds(NOW + breaker.pause_seconds, "a")
 
 
 def test_the_fault_of_an_outlier_is_a_failure_that_uses_up_an_attempt() -> None:
