@@ -115,8 +115,8 @@ async def _raise(error: BaseException) -> None:
 async def _until_idle(run: RunState, pool: AttemptPool) -> None:
     """Wait for the handlers: a statement of the worker while one runs would be in the savepoint of the handler."""
     while pool.open_count:
-        run.signals.progress.clear()
-        await run.signals.progress.wait()
+        run.progress.clear()
+        await run.progress.wait()
 
 
 class _Attempts(KernelAttempts):

@@ -103,9 +103,8 @@ class KernelAttempts:
 
     def _may_be_released(self, attempt: Attempt) -> bool:
         # A suspect would no longer be known as one, and a second claim would take a second token.
-        signals = self._run.signals
-        is_suspect = signals.kernel is not None and signals.kernel.suspect == attempt.message_id
-        return not is_suspect and attempt.message.queue not in signals.limited_queues
+        is_suspect = self._run.kernel.suspect == attempt.message_id
+        return not is_suspect and attempt.message.queue not in self._run.limited_queues
 
     def may_probe(self) -> bool:
         """Return whether less than a quarter of the slots is occupied by probes."""
@@ -144,7 +143,7 @@ class KernelAttempts:
             most = 1  # A batch with it would be refused.
             waiting.appendleft(self._refused_again.popleft())
         if waiting:
-            self._run.signals.note_ends()
+            self._run.note_ends()
         while waiting and len(ended) < most:
             one = waiting.popleft()
             if one is self.in_flight.get(one.message_id):
@@ -174,7 +173,7 @@ class KernelAttempts:
 
     def _return(self, ended: Sequence[Attempt]) -> None:
         self._outcomes.ended.extend(ended)
-        self._run.signals.note_progress()
+        self._run.note_progress()
 
     def note_refused(self, one: Attempt, error: BaseException) -> None:
         """See `Attempts`. The refusal is reported once."""
@@ -189,7 +188,7 @@ class KernelAttempts:
 
     def _return_refused(self, one: Attempt) -> None:
         self._refused_again.append(one)
-        self._run.signals.note_progress()
+        self._run.note_progress()
 
     async def write_last(self, kernel: Run[Attempt]) -> None:
         """Write each refused end once more, or a minimal one, and end the claims."""
@@ -227,13 +226,13 @@ class KernelAttempts:
         """Report messages that are written as sent, and forget the attempts."""
         self._forget_refusals(ended)
         self._outcomes.note_sent(ended)
-        self._run.signals.note_progress()
+        self._run.note_progress()
 
     def settle(self, ended: Sequence[Attempt], states: Mapping[int, str]) -> None:
         """Report the written ends, and forget the attempts."""
         self._forget_refusals(ended)
         self._outcomes.settle(ended, states)
-        self._run.signals.note_progress()
+        self._run.note_progress()
 
     def _forget_refusals(self, ended: Sequence[Attempt]) -> None:
         for attempt in ended if self.refused else ():
@@ -299,7 +298,7 @@ class Link:
             count = await self._run.store.release_unanswered(self._run.in_flight, after=self._attempts.answered_at)
             self._is_unanswered = False
             if count:
-                self._run.signals.poll_all_lanes()
+                self._run.kernel.sweep()
                 text = "claim whose answer was lost, released"
                 self._run.telemetry.report(logging.WARNING, LogEvent.CLAIM_LOST, text, released_count=count)
 
@@ -318,8 +317,8 @@ def kernel_of(
     handle_error: Callable[[BaseException], Awaitable[None]],
     bell: seams.Bell | None = None,
 ) -> Run[Attempt]:
-    """Return the kernel of a run, which gets its signals."""
-    settings, signals = state.settings, state.signals
+    """Return the kernel of a run, which gets it."""
+    settings = state.settings
     options = Options(
         worker=state.store.worker,
         topics=state.topics,
@@ -330,13 +329,13 @@ def kernel_of(
         poll_seconds=settings.poll_interval_seconds,
         probe_seconds=settings.breaker.probe_timeout_seconds,
     )
-    kernel = signals.kernel = Run(
+    kernel = state.kernel = Run(
         options,
         link,
         attempts,
         state.queues,
         bell=bell,
-        next_due=signals.read_due,
+        next_due=state.read_due,
         handle_error=handle_error,
     )
     return kernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final
 
 import psycopg
@@ -25,14 +24,21 @@ _REPORTS: Final = {
 }
 
 
-def new_doorbell(state: RunState, *, want: Callable[[str | None], None], wake: Callable[[], None]) -> Doorbell:
+def new_doorbell(state: RunState) -> Doorbell:
     """Return a doorbell for the queues of this run."""
+
+    def want(queue: str | None) -> None:
+        if queue is None:
+            state.kernel.sweep()
+        else:
+            state.kernel.want(queue)
+
     listener = _Listener(state)
     around = Surroundings(
         connect=listener.connect,
         may_pass=listener.may_pass,
         want=want,
-        wake=wake,
+        wake=state.note_progress,
         report=listener.report,
         heartbeat_seconds=state.settings.listener_heartbeat_seconds,
     )

@@ -52,7 +52,6 @@ class Outcomes:
         self._in_flight = run.in_flight
         self._redacted_names = run.settings.redacted_names
         self._error_texts = run.settings.error_texts
-        self._signals = run.signals
         self._telemetry = run.telemetry
         self._repeated = RepeatedErrors()
         self.ended: deque[Attempt] = deque()
@@ -63,15 +62,15 @@ class Outcomes:
         self._breakers.end_grant(attempt.message_id, is_sent=is_sent)
         if attempt.is_written:
             self.note_sent([attempt])
-            if attempt.keys is not None and self._signals.kernel is not None:
-                self._signals.kernel.note_finished(attempt.keys)
-            self._signals.note_ends()
-            self._signals.note_progress()
+            if attempt.keys is not None:
+                self._run.kernel.note_finished(attempt.keys)
+            self._run.note_ends()
+            self._run.note_progress()
             return
         if not isinstance(outcome, Sent):
             attempt.end = self._end_of(attempt, outcome)
         if not self.ended:  # Woken once for all attempts that end before the next trip takes them.
-            self._signals.note_progress()
+            self._run.note_progress()
         self.ended.append(attempt)
 
     def abandon(self, attempt: Attempt) -> None:
@@ -111,13 +110,13 @@ class Outcomes:
     def note_end(self, message: Message[object], state: State | None, request: End | None) -> None:
         """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
-            self._signals.poll_all_lanes()  # A sleeping worker does not know its due time yet.
+            self._run.kernel.sweep()  # A sleeping worker does not know its due time yet.
         if self._telemetry.measures is not None:
             self._telemetry.measures.ended(message, _reported_outcome(state, request))
         if state is None:
             self.report_message(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
-            self._signals.failed.set()
+            self._run.failed.set()
             reason = None if request is None else request.reason
             self.report_message(logging.WARNING, LogEvent.FAILED, "message failed", message, reason=reason)
         elif state is State.PENDING and request is not None and request.reason_code is ReasonCode.UNAVAILABLE:
@@ -148,7 +147,7 @@ class Outcomes:
             level = logging.DEBUG
             if row.state == State.FAILED:
                 level = logging.WARNING
-                self._signals.failed.set()
+                self._run.failed.set()
             event = event_of_state(State(row.state))
             self.report_message(level, event, "message ended without an attempt", row, state=row.state)
             if self._telemetry.measures is not None:

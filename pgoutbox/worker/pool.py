@@ -129,7 +129,6 @@ class AttemptPool:
         self._topic_limit = max(1, self._concurrency // 4)
         self._default_timeout_seconds = run.settings.handler_timeout_seconds
         self._overtime_seconds = run.settings.lease_seconds
-        self._signals = run.signals
         self._telemetry = run.telemetry
         self._measured: list[Attempted] | None = None if run.telemetry.measures is None else []
         self._ready: deque[tuple[Work, float]] = deque()
@@ -353,7 +352,7 @@ class AttemptPool:
                 if result is not None:
                     self._end(attempt, result)
             if not (self._running_count or self._ready_count):
-                self._signals.note_progress()  # A stop waits for the end of all.
+                self._run.note_progress()  # A stop waits for the end of all.
 
     def _end(self, attempt: Attempt, result: Outcome) -> None:
         if not attempt.done:
@@ -379,7 +378,7 @@ class AttemptPool:
             finally:
                 slot.is_abandoned = False
                 self._note_return(work[0].message.topic)
-                self._signals.note_progress()
+                self._run.note_progress()
 
     def _abandon(self, slot: _Slot, work: Work) -> None:
         slot.is_abandoned = True
@@ -408,7 +407,7 @@ class AttemptPool:
         self._outlived.remove(topic)
         if topic not in self._run.topics and self._outlived.count(topic) < self._topic_limit:
             insort(self._run.topics, topic)
-            self._signals.poll_all_lanes()
+            self._run.kernel.sweep()
 
     def _arm_timer(self, at: float) -> None:
         if at < self._timer_at:
@@ -424,7 +423,7 @@ class AttemptPool:
                 was_away = now - slot.deadline > _RETURN_SECONDS
                 slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
                 for attempt in slot.work:
-                    self._signals.forget_suspect(attempt)
+                    self._run.kernel.forget_suspect(attempt.message_id)
                 self._overrun(slot, was_away=was_away)
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
         self._timer_at = math.inf

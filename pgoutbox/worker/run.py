@@ -117,10 +117,7 @@ class WorkerRun:
         self.failure_alerts = FailureAlerts(state, is_periodic=not ends_by_itself)
         self._presence = Presence(state, defined=setup.defined_queues, ends_by_itself=ends_by_itself)
         listens = settings.listen and not ends_by_itself
-        signals = state.signals
-        self.doorbell = (
-            new_doorbell(state, want=signals.note_notification, wake=signals.note_progress) if listens else None
-        )
+        self.doorbell = new_doorbell(state) if listens else None
         self._hold_topics = sorted(topic for topic, handler in handlers.items() if handler.on_unknown == "hold")
         self._compose(handlers)
 
@@ -152,6 +149,7 @@ class WorkerRun:
         self._attempts = KernelAttempts(state, outcomes, pool=self.pool, loader=loader, breakers=self.breakers)
         self._link = Link(state, self._attempts)
         self._refusal: Exception | None = None
+        self._is_refused = asyncio.Event()
         self.kernel = kernel_of(
             state,
             self._attempts,
@@ -171,7 +169,7 @@ class WorkerRun:
                 raise  # It can write no ends either.
             self._refusal = refusal
             self.kernel.stop()
-            self.state.signals.wake.set()
+            self._is_refused.set()
             if isinstance(refusal, psycopg.Error):
                 self._telemetry.report(
                     logging.ERROR,
@@ -224,7 +222,7 @@ class WorkerRun:
                 return
             if await state.store.count_owed(state.queues.names, state.topics) <= self.refused_count:
                 return
-            await self._until(asyncio.Event(), min(_POLL_SECONDS, state.signals.due_seconds or _POLL_SECONDS))
+            await self._until(asyncio.Event(), min(_POLL_SECONDS, state.due_seconds or _POLL_SECONDS))
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
@@ -347,8 +345,7 @@ class WorkerRun:
 
     async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
         """Wait for the event, for the end of the run, or for so long."""
-        wake = self.state.signals.wake  # Only the stop of the run sets it.
-        waits = [asyncio.ensure_future(one.wait()) for one in (event, wake)]
+        waits = [asyncio.ensure_future(one.wait()) for one in (event, self.state.stopping, self._is_refused)]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -358,8 +355,8 @@ class WorkerRun:
             raise self._refusal
 
     async def _until_progress(self) -> None:
-        self.state.signals.progress.clear()
-        await self.state.signals.progress.wait()
+        self.state.progress.clear()
+        await self.state.progress.wait()
 
     async def _close(self) -> None:
         if self.doorbell is not None:

@@ -280,11 +280,10 @@ async def test_a_listener_that_leaves_during_notifications_logs_no_server_error(
     try:
         for _ in range(30):
             state = run_state(settings, queues=["q1"])
-            rung = asyncio.Event()
-            bell = new_doorbell(state, want=lambda _, rung=rung: rung.set(), wake=rung.set)  # type: ignore[misc] # each its own
+            bell = new_doorbell(state)
             await bell.start()
             await bell.hold(lambda: ("SELECT 1", {}))
-            await rung.wait()
+            await state.kernel._wake.wait()
             await bell.stop()
     finally:
         over.set()

@@ -20,7 +20,7 @@ from pgoutbox.kernel.seams import Row, Step
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.worker import Worker
-from pgoutbox.worker.kernel_run import Link
+from pgoutbox.worker.kernel_run import Link, kernel_of
 from pgoutbox.worker.queues import Turns, parse_queues
 from pgoutbox.worker.run import WorkerRun
 from pgoutbox.worker.run_state import RunState
@@ -353,8 +353,8 @@ def watch(connection: psycopg.Connection, *attempts: Attempted, worker: str = "w
 
 
 def run_state(settings: Settings, *, name: str = "w", queues: Sequence[str] = ("default",)) -> RunState:
-    """Return the state of a run for the tests of a single part."""
-    return RunState(
+    """Return the state of a run for the tests of a single part. Its kernel does not run."""
+    state = RunState(
         settings,
         Store(settings, worker=name),
         Telemetry(logging.getLogger("pgoutbox.worker")),
@@ -362,6 +362,9 @@ def run_state(settings: Settings, *, name: str = "w", queues: Sequence[str] = ("
         topics=["greet"],
         stopping=asyncio.Event(),
     )
+    nothing: Any = None
+    kernel_of(state, nothing, nothing, hold_topics=(), handle_error=nothing)
+    return state
 
 
 def run_of(worker: Worker) -> WorkerRun:

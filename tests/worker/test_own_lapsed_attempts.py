@@ -49,7 +49,7 @@ def lose(db: psycopg.Connection, message_id: int) -> None:
 def claim_again(db: psycopg.Connection, message_id: int, worker: Worker) -> None:
     """Make the message due, and wake the worker."""
     make_due(db, message_id)
-    run_of(worker).state.signals.poll_all_lanes()
+    run_of(worker).kernel.sweep()
 
 
 def is_sent_once(db: psycopg.Connection, message_id: int, gate: Gate) -> bool:

@@ -47,7 +47,7 @@ class Stand:
         )
         state = run_state(settings)
         self.telemetry = state.telemetry
-        self.changed = state.signals.progress
+        self.changed = state.progress
         self.slots = AttemptPool(state, self.run, large_texts=LargeTexts(state, keyring=None), on_outcome=self.note)
 
     async def run(self, work: Work) -> Sequence[Outcome]:

@@ -217,7 +217,7 @@ async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_o
         results = await trip(steps)
         if any(statement is statements.FINISH for statement, _ in steps):
             # As if it had asked for due retries before the finish was committed.
-            run_of(worker).state.signals.poll_all_lanes()
+            run_of(worker).kernel.sweep()
         return results
 
     monkeypatch.setattr(Link, "trip", around_trips(finish_slowly))
@@ -1338,6 +1338,16 @@ async def test_a_handler_that_ends_within_the_grace_period_is_not_interrupted(
         worker.stop()
         finish_now.set()
     assert state_of(db, message_id) == State.SENT
+
+
+async def test_a_worker_that_was_stopped_before_its_run_ends_at_once(outbox: Outbox) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    worker.stop()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await worker.run()
 
 
 @pytest.mark.slow

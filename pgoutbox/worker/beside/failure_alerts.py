@@ -31,7 +31,7 @@ class FailureAlerts:
     def __init__(self, run: RunState, *, is_periodic: bool) -> None:
         self._store = run.store
         self._telemetry = run.telemetry
-        self._failed = run.signals.failed
+        self._failed = run.failed
         self._queue = run.alert_queue
         self._is_periodic = is_periodic
         self._trouble: str | None = None

@@ -305,7 +305,7 @@ def test_every_alert_can_be_sent_as_an_email(alert: Mapping[str, Any]) -> None:
 async def test_a_worker_that_stops_at_a_failure_does_not_wait_for_the_next_look(dsn: str, steps: int) -> None:
     worker = Worker(failing_outbox(dsn, alert_destination=OPS))
     async with worker._at_work(ends_by_itself=False) as run:
-        failed = run.state.signals.failed
+        failed = run.state.failed
         await until(lambda: failed._waiters)  # The first look is over.
         failed.set()
         for _ in range(steps):  # The cancellation meets each step of the task's way out of its wait.
