@@ -1,4 +1,4 @@
-"""The statements of the worker on messages, claims, breakers and limits, with a method for each.
+"""The connections of a worker, and those of its statements that several of its parts need.
 
 It makes no decisions. Every statement that writes a message is fenced, so that it can be repeated after an unknown
 answer.
@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
-
-from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.round_trip import Step
@@ -91,15 +89,6 @@ class DueRow(NamedTuple):
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
 
 
-class RedirectRow(NamedTuple):
-    """An operator's redirect without whose `target` none is on, and the name of the blackout of today or None."""
-
-    target: str | None
-    topics: list[str] | None
-    exempt_topics: list[str] | None
-    blackout: str | None
-
-
 class HeldRow(NamedTuple):
     """The answer of `watch` about an attempt that still holds its message."""
 
@@ -110,10 +99,10 @@ class HeldRow(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. The trips of the kernel have one connection.
+    """The connections of one worker. The trips of the kernel have one: `claims`.
 
-    What running attempts read and write has another one: large payloads take time, and changes of breakers may wait for
-    a row that a session of an operator has locked.
+    What running attempts read and write has another one, `attempts`: large payloads take time, and changes of breakers
+    may wait for a row that a session of an operator has locked.
 
     `hooks` are the topics whose failures are announced to a hook, each with the `max_attempts` of that message. The
     `purpose` is in the name of the main session: "claim" means a worker.
@@ -129,7 +118,6 @@ class Store:
     ) -> None:
         sql.load_all()
         self.worker = worker
-        self.lease_seconds = settings.lease_seconds
         self._settings = settings
         self.on_lost: Callable[[], None] = lambda: None
         self.hooks = json.dumps(dict(hooks or {}))
@@ -187,33 +175,6 @@ class Store:
         await self.claims.fetch(statements.END_CLAIMS, claims)
         return len(rows)
 
-    async def contents(self, content_ids: Sequence[int]) -> dict[int, str | None]:
-        """Return the contents of fan-outs as JSON texts, by id; None for a large one."""
-        return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
-
-    async def large_content(self, content_id: int) -> str | None:
-        """Return the content of a fan-out as a JSON text; None if it is missing."""
-        rows = await self.attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
-        return rows[0][0] if rows else None
-
-    async def large_payload(self, token: FencingToken) -> list[str]:
-        """Return the payload of an attempt as a JSON text; nothing if it no longer holds its message."""
-        parameters = fence([token], self.worker)
-        return [text for (text,) in await self.attempts.fetch(sql.LARGE_PAYLOAD, parameters)]
-
-    async def pending_payloads(self, parameters: Mapping[str, object]) -> list[TupleRow]:
-        """Return a sample of the pending payloads: see PENDING_PAYLOADS."""
-        return await self.claims.fetch(sql.PENDING_PAYLOADS, parameters)
-
-    async def notify_workers(self, queues: Sequence[str]) -> None:
-        """Wake all sleeping workers of these queues."""
-        await self.claims.fetch(statements.TELL_WORKERS, {"queues": queues})
-
-    async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
-        """Return the number of messages for which a drain must still wait."""
-        ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
-        return int(count)
-
     async def forgotten_topics(self, *, within_seconds: float | None = None) -> frozenset[str]:
         """Return the topics of rules that delete sent messages at once, as of the last half minute; `*` is all topics.
 
@@ -232,19 +193,6 @@ class Store:
         rows = await self.claims.fetch(sql.FORGOTTEN_TOPICS, {})
         self._forgotten_topics = frozenset(topic for (topic,) in rows)
         self._retention_read_at = time.monotonic()
-
-    async def read_redirect(self) -> RedirectRow:
-        """Return the redirect that an operator has switched on, and the blackout of today."""
-        (row,) = await self.claims.fetch(sql.READ_REDIRECT, {})
-        return RedirectRow._make(row)
-
-    async def count_due(self, queues: Sequence[str]) -> dict[str, int]:
-        """Return how many messages are due in each of these queues, at most 10,000; without queues that have none."""
-        return dict(await self.claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": queues}))
-
-    async def count_due_in_pauses(self, queues: Sequence[str], topics: Sequence[str]) -> dict[str, int]:
-        """Return how many messages of each of these topics are due while it is paused, at most 10,000."""
-        return dict(await self.claims.fetch(sql.COUNT_DUE_BY_PAUSED_TOPIC, {"queues": queues, "topics": topics}))
 
     async def close(self) -> None:
         """Close all connections."""

@@ -15,6 +15,7 @@ from typing import Final, cast
 import psycopg
 from pydantic import JsonValue
 
+from pgoutbox.database import sql
 from pgoutbox.database.store import ClaimedRow
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler
@@ -165,7 +166,7 @@ class Loader:
         contents = {content_id: self._contents[content_id] for content_id in topics.keys() & self._contents.keys()}
         if missing := sorted(topics.keys() - contents.keys()):
             try:
-                found = await self._store.contents(missing)
+                found: dict[int, str | None] = dict(await self._store.claims.fetch(sql.CONTENTS, {"ids": missing}))
             except (psycopg.Error, OSError) as error:
                 await self._outage.pause_or_raise(error)
                 return None

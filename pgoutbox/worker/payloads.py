@@ -20,7 +20,8 @@ import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from pgoutbox.database.store import ClaimedRow
+from pgoutbox.database import sql
+from pgoutbox.database.store import ClaimedRow, fence
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
@@ -153,13 +154,14 @@ class LargeTexts:
         message, size = attempt.message, 0
         payload, content = message.payload, message.content
         if attempt.is_payload_large:
-            rows = await self._store.large_payload(attempt.token)
+            rows = await self._store.attempts.fetch(sql.LARGE_PAYLOAD, fence([attempt.token], self._store.worker))
             if not rows:
                 return RELEASED  # The attempt no longer holds its message, so nothing is written.
-            payload, problem = read_payload(rows[0], message, attempt.handler, self._keyring)
+            ((text,),) = rows
+            payload, problem = read_payload(text, message, attempt.handler, self._keyring)
             if problem is not None:
                 return problem
-            size = len(rows[0])
+            size = len(text)
         if attempt.large_content_id is not None:
             shared = self._contents.get(attempt.large_content_id) or await self._read_content(attempt)
             if shared is None:
@@ -175,8 +177,10 @@ class LargeTexts:
 
     async def _read_content(self, attempt: Attempt) -> _LargeContent | None:
         content_id = cast("int", attempt.large_content_id)
-        if (text := await self._store.large_content(content_id)) is None:
+        rows = await self._store.attempts.fetch(sql.LARGE_CONTENT, {"id": content_id})
+        if not rows:
             return None
+        ((text,),) = rows
         value = read_content(text, attempt.message.topic, self._keyring)
         content = self._contents[content_id] = _LargeContent(value, len(text))
         self._held_chars += content.size

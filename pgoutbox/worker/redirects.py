@@ -15,6 +15,7 @@ from collections.abc import Callable
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Snooze
@@ -103,7 +104,7 @@ class Redirects:
     async def _read(self) -> None:
         asked_at = self._clock()
         try:
-            target, topics, exempt_topics, blackout = await self._store.read_redirect()
+            ((target, topics, exempt_topics, blackout),) = await self._store.claims.fetch(sql.READ_REDIRECT, {})
             redirects = self._rules.redirects(
                 target, tuple(topics or ()), tuple(exempt_topics or ()), blackout=blackout
             )

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler, Middleware
+from pgoutbox.kernel import statements
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import WorkerStatus
 from pgoutbox.settings import Settings
@@ -220,7 +222,9 @@ class WorkerRun:
             await self.deliver_due()
             if state.stopping.is_set() or self.refused_count >= MANY_REFUSED:
                 return
-            if await state.store.count_owed(state.queues.names, state.topics) <= self.refused_count:
+            parameters = {"queues": state.queues.names, "topics": state.topics}
+            ((owed_count,),) = await state.store.claims.fetch(sql.COUNT_OWED, parameters)
+            if owed_count <= self.refused_count:
                 return
             await self._until(asyncio.Event(), min(_POLL_SECONDS, state.due_seconds or _POLL_SECONDS))
 
@@ -340,7 +344,7 @@ class WorkerRun:
                 # Released messages are due, and no other worker knows of retries and successors.
                 if self._telemetry.counts[LogEvent.CLAIMED] or self._telemetry.counts[LogEvent.CLAIM_LOST]:
                     with contextlib.suppress(psycopg.Error, OSError):  # Idle workers look for themselves later.
-                        await state.store.notify_workers(state.queues.names)
+                        await state.store.claims.fetch(statements.TELL_WORKERS, {"queues": state.queues.names})
         self._attempts.report_unwritten()
 
     async def _until(self, event: asyncio.Event, seconds: float | None = None) -> None:
@@ -405,7 +409,7 @@ class WorkerRun:
         if self._ends_by_itself or not parameters["topics"]:
             return
         with contextlib.suppress(psycopg.Error, OSError):  # Only people depend on it.
-            rows = map(SampledPayload._make, await self.state.store.pending_payloads(parameters))
+            rows = map(SampledPayload._make, await self.state.store.claims.fetch(sql.PENDING_PAYLOADS, parameters))
             names = self._settings.redacted_names
             for topic, found in find_unreadable(rows, handlers, self._setup.keyring, names).items():
                 self._telemetry.report(
@@ -421,10 +425,11 @@ class WorkerRun:
     async def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
         state, left, paused = self.state, Counter[str](), Counter[str]()
+        claims, served = state.store.claims, {"queues": state.queues.names, "topics": state.topics}
         with contextlib.suppress(psycopg.Error, OSError):  # The run itself has ended well.
             if unserved := sorted(set(self._setup.unserved.values())):
-                left.update(await state.store.count_due(unserved))
-            paused.update(await state.store.count_due_in_pauses(state.queues.names, state.topics))
+                left.update(dict(await claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": unserved})))
+            paused.update(dict(await claims.fetch(sql.COUNT_DUE_BY_PAUSED_TOPIC, served)))
         text = "run done"
         if left:
             text += "; messages are left due in queues that it does not serve: name them with --queue"

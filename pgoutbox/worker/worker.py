@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Literal
 
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
@@ -24,8 +23,6 @@ from pgoutbox.worker.queues import name_all, parse_queues
 from pgoutbox.worker.run import Setup, WorkerRun
 
 _log = logging.getLogger("pgoutbox.worker")
-
-Mode = Literal["run", "once", "drain"]
 
 
 class Worker:

@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 from pgoutbox import ArgumentError, NewMessage, Outbox, Topic
-from pgoutbox.database.store import Store
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.kernel import lanes
 from pgoutbox.kernel.lanes import PagedKeys
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
@@ -35,8 +36,6 @@ from tests.support.waiting import until
 from tests.support.worker_sql import WatchedWorker, claim_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pgoutbox.handlers import Context
     from tests.conftest import Connect
 
@@ -304,17 +303,17 @@ async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
     line = Line(dsn)
     with connect() as connection:
         (message,) = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1"], content="shared")
-    read = Store.contents
+    fetch = WorkerConnection.fetch
     trials = 0
 
-    async def fail_once(self: Store, content_ids: Sequence[int]) -> dict[int, str | None]:
+    async def fail_once(self: WorkerConnection, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
         nonlocal trials
-        trials += 1
-        if trials == 1:
+        trials += statement is sql.CONTENTS
+        if statement is sql.CONTENTS and trials == 1:
             raise error
-        return await read(self, content_ids)
+        return await fetch(self, statement, parameters)
 
-    monkeypatch.setattr(Store, "contents", fail_once)
+    monkeypatch.setattr(WorkerConnection, "fetch", fail_once)
     await drained(line.outbox)
     (row,) = rows_of(db, message.id)
     assert (row.state, row.max_attempts - row.attempt_count) == ("sent", 10)

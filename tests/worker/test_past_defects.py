@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import psycopg
 import pytest
 
 import pgoutbox.worker.run
 from pgoutbox import Outbox
-from pgoutbox.database.store import Store
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.kernel import statements
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
@@ -155,14 +156,14 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
         claim_count += claims(steps)
         return await trip(steps)
 
-    count_owed = Store.count_owed
+    fetch = WorkerConnection.fetch
 
-    async def look(self: Store, queues: Sequence[str], topics: Sequence[str]) -> int:
+    async def look(self: WorkerConnection, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
         nonlocal look_count
-        look_count += 1
-        if look_count == 10:
+        look_count += statement is sql.COUNT_OWED
+        if statement is sql.COUNT_OWED and look_count == 10:
             finish_sent(db, (foreign, 1), worker="another")
-        return await count_owed(self, queues, topics)
+        return await fetch(self, statement, parameters)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -173,7 +174,7 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     assert ids_in_flight(claim(db, worker="another")) == [foreign]
     enqueue(db, payload="first", coalesce_key="k")
     monkeypatch.setattr(Link, "trip", around_trips(count))
-    monkeypatch.setattr(Store, "count_owed", look)
+    monkeypatch.setattr(WorkerConnection, "fetch", look)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await Worker(outbox).drain()
     assert [row.state for row in rows_of(db)] == ["sent"] * 3
