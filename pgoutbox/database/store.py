@@ -68,25 +68,13 @@ class DueRow(NamedTuple):
     other_due_seconds: float | None
 
     @property
-    def is_limited(self) -> bool:
-        """Whether the queue is paused or has limits."""
-        return self.permit_seconds is not None
-
-    @property
-    def first_seconds(self) -> float | None:
-        """When to claim fresh and ordered messages; None if nothing is scheduled."""
-        return self._with_permit(self.first_due_seconds)
-
-    @property
-    def other_seconds(self) -> float | None:
-        """When to claim retries and lapsed attempts; None if nothing is scheduled."""
-        return self._with_permit(self.other_due_seconds)
-
-    def _with_permit(self, seconds: float | None) -> float | None:
+    def due_seconds(self) -> float | None:
+        """When to claim from it; None if nothing is scheduled."""
+        known = [seconds for seconds in (self.first_due_seconds, self.other_due_seconds) if seconds is not None]
+        if not known or self.permit_seconds is None:
+            return min(known, default=None)
         # If a message is due and there is a permit, another worker is claiming it: poll again soon.
-        if seconds is None or self.permit_seconds is None:
-            return seconds
-        return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
+        return None if math.isinf(self.permit_seconds) else max(min(known), self.permit_seconds, _PERMIT_PAUSE_SECONDS)
 
 
 class HeldRow(NamedTuple):

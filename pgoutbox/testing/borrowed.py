@@ -218,7 +218,7 @@ class _SavepointSession(HandlerSession):
     def pgconn(self) -> PGconn:
         return self._borrowed.pgconn
 
-    async def _run(self, text: LiteralString) -> None:
+    async def run(self, text: LiteralString) -> None:
         self._borrowed.execute(text)
         self._return_to_role()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -89,6 +89,10 @@ class InFlight(dict[int, "Attempt"]):
             del self[attempt.message.id]
 
 
+_ALONE: Final = InFlight()  # No other attempt, and no doubt.
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Attempt(Context):
     """One attempt, from its claim to its finish. Its handler sees it as a `Context`. Times are on `elapsed_clock`.
 
@@ -101,62 +105,35 @@ class Attempt(Context):
     reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
     """
 
-    __slots__ = (
-        "_connection",
-        "_ensure",
-        "attempt_count",
-        "claim",
-        "done",
-        "end",
-        "expiring_at",
-        "handler",
-        "in_flight",
-        "is_at_gate",
-        "is_payload_large",
-        "is_written",
-        "keys",
-        "large_content_id",
-        "leased_at",
-        "max_attempts",
-        "message",
-        "message_id",
-        "overtaken",
-        "sent",
-        "sync_connection",
-        "used_count",
-    )
+    message: Message[object]
+    handler: Handler
+    claim: Claim
+    leased_at: float
+    _ensure: Callable[[Attempt], Awaitable[None]]
+    used_count: int = 1
+    end: End | None = field(default=None, init=False)
+    keys: Keys | None = field(default=None, init=False)
+    is_payload_large: bool = field(default=False, init=False)
+    large_content_id: int | None = field(default=None, init=False)
+    expiring_at: float = field(default=math.inf, init=False)
+    overtaken: str | None = field(default=None, init=False)
+    done: bool = field(default=False, init=False)
+    sent: bool = field(default=False, init=False)
+    is_written: bool = field(default=False, init=False)
+    is_at_gate: bool = field(default=False, init=False)
+    sync_connection: psycopg.Connection[TupleRow] | None = field(default=None, init=False)
+    _connection: psycopg.AsyncConnection[TupleRow] | None = field(default=None, init=False)
+    in_flight: InFlight = field(init=False)
+    message_id: int = field(init=False)
+    attempt_count: int = field(init=False)
+    max_attempts: int = field(init=False)
 
-    def __init__(
-        self,
-        message: Message[object],
-        handler: Handler,
-        claim: Claim,
-        leased_at: float,
-        ensure: Callable[[Attempt], Awaitable[None]],
-        used_count: int | None = None,
-    ) -> None:
-        self.message = message
+    def __post_init__(self) -> None:
+        message = self.message
+        self.in_flight = _ALONE
         self.message_id = message.id
-        self.end: End | None = None
-        self.keys: Keys | None = None
         self.attempt_count = message.attempt_count
         self.max_attempts = message.max_attempts
-        self.handler = handler
-        self.claim = claim
-        self.leased_at = leased_at
-        self.used_count = message.attempt_count if used_count is None else used_count
-        self.overtaken: str | None = None
-        self.done = False
-        self.is_written = False
-        self.is_payload_large = False
-        self.large_content_id: int | None = None
-        self.sent = False
-        self.expiring_at = math.inf
-        self.in_flight = _ALONE
-        self.is_at_gate = False
-        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
-        self.sync_connection: psycopg.Connection[TupleRow] | None = None
-        self._ensure = ensure
 
     @property
     def claimed_at(self) -> datetime:
@@ -248,9 +225,6 @@ class Attempt(Context):
         self.claim = claim
         self.leased_at = leased_at
         self.overtaken = None
-
-
-_ALONE: Final = InFlight()  # No other attempt, and no doubt.
 
 
 class Released(Snooze):

@@ -138,12 +138,12 @@ class Loader:
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)
+        attempt.in_flight = self._in_flight
+        attempt.is_payload_large = row.payload_json is None
         if row.coalesce_key is not None or row.ordering_key is not None:
             attempt.keys = Keys(row.id, row.topic, row.queue, row.coalesce_key, row.ordering_key)
-        attempt.is_payload_large = row.payload_json is None
         if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id
-        attempt.in_flight = self._in_flight
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.

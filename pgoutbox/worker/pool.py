@@ -22,6 +22,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import cast
 
 from pgoutbox.errors import PgOutboxError
@@ -48,35 +49,20 @@ _HALF_LOST = (
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Slot(ThreadOwner):
-    __slots__ = (
-        "arm",
-        "deadline",
-        "has_returned",
-        "is_abandoned",
-        "is_overdue",
-        "overtime_count",
-        "task",
-        "threads",
-        "timed",
-        "timed_out",
-        "timeout_seconds",
-        "work",
-    )
-
-    def __init__(self, task: asyncio.Task[None], arm: Callable[[float], None]) -> None:
-        self.task = task
-        self.arm = arm  # Looks at the deadline when it has come.
-        self.deadline: float | None = None
-        self.timeout_seconds: float | None = None
-        self.is_overdue = False  # The attempt has passed its timeout.
-        self.timed_out = False  # It was cancelled because of its timeout.
-        self.has_returned = False  # Its threads had ended when a deadline passed.
-        self.overtime_count = 0  # A second one follows if the process was suspended during the first one.
-        self.is_abandoned = False  # It has its result, but its handler still runs.
-        self.threads: list[Future[object]] = []  # The running threads of its attempt, and the last one that ended.
-        self.work: Work = ()  # Its messages, until they have a result.
-        self.timed: Work = ()  # Those whose handler runs.
+    task: asyncio.Task[None]
+    arm: Callable[[float], None]  # Looks at the deadline when it has come.
+    deadline: float | None = None
+    timeout_seconds: float | None = None
+    is_overdue: bool = False  # The attempt has passed its timeout.
+    timed_out: bool = False  # It was cancelled because of its timeout.
+    has_returned: bool = False  # Its threads had ended when a deadline passed.
+    overtime_count: int = 0  # A second one follows if the process was suspended during the first one.
+    is_abandoned: bool = False  # It has its result, but its handler still runs.
+    threads: list[Future[object]] = field(default_factory=list)  # The running ones, and the last one that ended.
+    work: Work = ()  # Its messages, until they have a result.
+    timed: Work = ()  # Those whose handler runs.
 
     @property
     def runs_in_thread(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence, Set
+from dataclasses import KW_ONLY, dataclass, field
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import DueRow, Store
@@ -19,50 +20,42 @@ from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.queues import Turns
 
 
+@dataclass(eq=False, repr=False)
 class RunState:
     """Each part of a run gets it. Attempts are in `in_flight` from the claim's answer to the finish's answer.
 
     `kernel` is set before any part begins. A direct send has none.
     """
 
-    kernel: Run[Attempt]
+    settings: Settings
+    store: Store
+    telemetry: Telemetry
+    _: KW_ONLY
+    queues: Turns
+    topics: list[str]
+    """The topics whose messages this worker claims, in alphabetical order. They change: see `AttemptPool`."""
+    stopping: asyncio.Event
+    own_topics: Set[str] = frozenset()
+    """The topics whose own queue this worker serves, without those of hooks and alerts."""
+    kernel: Run[Attempt] = field(init=False)
+    error: PgOutboxError | None = None
+    """Why the run has stopped by itself. It raises this error at its end."""
+    in_flight: InFlight = field(default_factory=InFlight)
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    """An attempt has ended, or its end is written."""
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    """A message has failed."""
+    limited_queues: frozenset[str] = frozenset()
+    """The queues that are paused or have limits, by the last answer. There an end may free a permit."""
+    due_seconds: float | None = None
+    """The seconds to the next due time, by the last answer."""
+    polled_at: float = field(default_factory=elapsed_clock)
+    """The time of the last answered trip."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        telemetry: Telemetry,
-        *,
-        queues: Turns,
-        topics: list[str],
-        stopping: asyncio.Event,
-        own_topics: Set[str] = frozenset(),
-    ) -> None:
-        self.settings = settings
-        self.store = store
-        self.telemetry = telemetry
-        self.queues = queues
-        self.topics = topics
-        """The topics whose messages this worker claims, in alphabetical order. They change: see `AttemptPool`."""
-        self.own_topics = own_topics
-        """The topics whose own queue this worker serves, without those of hooks and alerts."""
-        self.alert_queue = queues.names[0] if ALERT_TOPIC in topics else None
-        self.stopping = stopping
-        self.error: PgOutboxError | None = None
-        """Why the run has stopped by itself. It raises this error at its end."""
-        self.in_flight = InFlight()
-        store.on_lost = self.in_flight.note_lost
-        self.outage = Outage(telemetry, stopping=stopping)
-        self.progress = asyncio.Event()
-        """An attempt has ended, or its end is written."""
-        self.failed = asyncio.Event()
-        """A message has failed."""
-        self.limited_queues: frozenset[str] = frozenset()
-        """The queues that are paused or have limits, by the last answer. There an end may free a permit."""
-        self.due_seconds: float | None = None
-        """The seconds to the next due time, by the last answer."""
-        self.polled_at = elapsed_clock()
-        """The time of the last answered trip."""
+    def __post_init__(self) -> None:
+        self.alert_queue = self.queues.names[0] if ALERT_TOPIC in self.topics else None
+        self.outage = Outage(self.telemetry, stopping=self.stopping)
+        self.store.on_lost = self.in_flight.note_lost
 
     def stop(self, error: PgOutboxError | None = None) -> None:
         """Begin to stop the run, which then raises `error`. Idempotent. Call it on the event loop."""
@@ -89,7 +82,6 @@ class RunState:
     def read_due(self, rows: Sequence[Row]) -> float | None:
         """Return the seconds to the next due time, by an answer to next_due.sql."""
         due = [DueRow._make(row[:5]) for row in rows]
-        self.limited_queues = frozenset(row.queue for row in due if row.is_limited)
-        known = [s for row in due for s in (row.first_seconds, row.other_seconds) if s is not None]
-        self.due_seconds = min(known, default=None)
+        self.limited_queues = frozenset(row.queue for row in due if row.permit_seconds is not None)
+        self.due_seconds = min((row.due_seconds for row in due if row.due_seconds is not None), default=None)
         return self.due_seconds

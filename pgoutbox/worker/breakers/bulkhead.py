@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 _SHARE = 3
@@ -17,26 +18,24 @@ _STALL_SECONDS = 1.0
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class Bulkhead:
     """The slots of one worker."""
 
-    def __init__(self, concurrency: float, clock: Callable[[], float]) -> None:
-        self.free_count = concurrency
-        self.clock = clock
+    free_count: float
+    clock: Callable[[], float]
 
 
+@dataclass(slots=True, eq=False)
 class Room:
     """The sends to one destination. `answered_at` is the time of its last answer, or of the first send after a rest."""
 
-    __slots__ = ("_answered", "_bulkhead", "_will_tell", "answered_at", "in_flight_count", "waiting_count")
-
-    def __init__(self, bulkhead: Bulkhead) -> None:
-        self._bulkhead = bulkhead
-        self._answered = asyncio.Event()
-        self._will_tell = False
-        self.answered_at = 0.0
-        self.in_flight_count = 0
-        self.waiting_count = 0
+    _bulkhead: Bulkhead
+    answered_at: float = 0.0
+    in_flight_count: int = 0
+    waiting_count: int = 0
+    _answered: asyncio.Event = field(default_factory=asyncio.Event)
+    _will_tell: bool = False
 
     @property
     def is_in_use(self) -> bool:

@@ -97,22 +97,11 @@ class HandlerSession:
         """Run these steps in the transaction as the worker's role, and return the rows of the last one."""
         return (await self._trips.fetch([(sql.RESET_ROLE, {}), *steps]))[-1]
 
-    async def begin_savepoint(self) -> None:
-        """Begin the savepoint of the first message in a shared transaction."""
-        await self._run(sql.BEGIN_SAVEPOINT)
-
-    async def next_savepoint(self) -> None:
-        """Keep what the handler has written for a message, and begin the savepoint of the next one.
+    async def run(self, text: LiteralString) -> None:
+        """Run a statement without rows, such as that of a savepoint, in the transaction.
 
         Raises an error if the handler has ended the transaction.
         """
-        await self._run(sql.NEXT_SAVEPOINT)
-
-    async def undo_savepoint(self) -> None:
-        """Roll back what the handler has written for a message. The savepoint is that of the next one."""
-        await self._run(sql.UNDO_SAVEPOINT)
-
-    async def _run(self, text: LiteralString) -> None:
         await self._trips.run(text.encode())
 
     async def commit(self, statement: Step) -> None:

@@ -149,7 +149,7 @@ class Transactions:
             return (), ()
         slot = thread_owner.get()
         sent = []
-        await session.begin_savepoint()
+        await session.run(sql.BEGIN_SAVEPOINT)
         for attempt in work:
             if self._stopping.is_set() or not slot.may_begin()():  # Or the handler before it has passed its timeout.
                 results[attempt] = RELEASED
@@ -158,9 +158,9 @@ class Transactions:
             outcome = await self._run_one(session, attempt)
             try:
                 if not isinstance(outcome, Sent):
-                    await session.undo_savepoint()
+                    await session.run(sql.UNDO_SAVEPOINT)
                 elif attempt is not work[-1]:
-                    await session.next_savepoint()
+                    await session.run(sql.NEXT_SAVEPOINT)
             except (psycopg.Error, OSError) as error:
                 if isinstance(outcome, Sent):
                     has_ended = isinstance(error, psycopg.Error) and error.sqlstate == _NO_SAVEPOINT
