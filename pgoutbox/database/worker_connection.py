@@ -339,6 +339,11 @@ def _deadline_of(settings: Settings) -> float:
     return settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
 
+def kind_of(error: BaseException) -> str:
+    """Return the type and the SQLSTATE of an error for the log, without its text, which may quote values."""
+    return f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
+
+
 def is_transient_error(error: BaseException) -> bool:
     """Whether the same statement may succeed later: the server or the connection is at fault, not the statement."""
     if isinstance(error, (TimeoutError, ConnectionError, psycopg.InterfaceError)):

@@ -15,7 +15,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.server import missing_object
-from pgoutbox.database.worker_connection import CopyError, is_transient_error
+from pgoutbox.database.worker_connection import CopyError, is_transient_error, kind_of
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.backoff import Backoff
 
@@ -97,8 +97,7 @@ class Outage:
 
 
 def _name_of(error: BaseException) -> str:
-    name = type(error).__name__
     if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
-        return f"{name}: {' '.join(str(error).split())[:300]}"  # A connection error: only its text gives the reason.
-    sqlstate = getattr(error, "sqlstate", None)
-    return name if sqlstate is None else f"{name} {sqlstate}"
+        # A connection error: only its text gives the reason.
+        return f"{kind_of(error)}: {' '.join(str(error).split())[:300]}"
+    return kind_of(error)

@@ -17,6 +17,7 @@ import psycopg
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import kind_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Snooze
 from pgoutbox.observability.events import LogEvent, Telemetry
@@ -135,6 +136,5 @@ class Redirects:
             self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_REFUSED, text, **fields)
 
     def _note_unknown(self, error: Exception) -> None:
-        reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
         text = "the redirect could not be read"
-        self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_UNKNOWN, text, reason=reason)
+        self._telemetry.report(logging.WARNING, LogEvent.REDIRECT_UNKNOWN, text, reason=kind_of(error))

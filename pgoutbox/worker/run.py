@@ -115,8 +115,8 @@ class WorkerRun:
         self._django = DjangoConnections.in_use()
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
-        self._maintenance = Maintenance(settings, store, telemetry, is_periodic=not ends_by_itself)
-        self.failure_alerts = FailureAlerts(state, is_periodic=not ends_by_itself)
+        self._maintenance = Maintenance(settings, store, telemetry)
+        self.failure_alerts = FailureAlerts(state)
         self._presence = Presence(state, defined=setup.defined_queues, ends_by_itself=ends_by_itself)
         listens = settings.listen and not ends_by_itself
         self.doorbell = new_doorbell(state) if listens else None
@@ -233,20 +233,29 @@ class WorkerRun:
         """Start all parts, and stop them at the end."""
         own_default_threads(self.state.settings.concurrency + _LOOK_UP_THREADS)
         counts = self._telemetry.counts.copy()
+        background: list[asyncio.Task[None]] = []
         try:
             finishing = await self._start()
             try:
                 if not self.state.stopping.is_set():
                     self._report_start()
                     await self._report_unreadable()
-                await self._presence.start()
+                await self._presence.report(is_first=True)
+                works = {"presence": self._presence.keep_reporting()}
                 if self._ends_by_itself:
                     await self.breakers.inherit()
-                async with self._maintenance, self.failure_alerts:
-                    yield
-                    if self._ends_by_itself:
-                        await self._maintenance.turn_unless(self.state.stopping)
+                else:
+                    works["maintenance"] = self._maintenance.keep_taking_turns()
+                    works["failure-alerts"] = self.failure_alerts.keep_looking()
+                background += [asyncio.create_task(work, name=f"pgoutbox-{name}") for name, work in works.items()]
+                yield
+                if self._ends_by_itself:
+                    await self._maintenance.turn_unless(self.state.stopping)
             finally:
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+                await self._maintenance.stop()
                 await self._wind_down(finishing)
                 if self._ends_by_itself:
                     await self._report_run(counts)
@@ -368,7 +377,7 @@ class WorkerRun:
         await self._lease_keeper.stop()
         await self.breakers.close()
         await self.executor.close()
-        await self._presence.stop(self.breakers.memory)
+        await self._presence.end(self.breakers.memory)
         if self._django is not None:
             await self._django.close()
         await self.state.store.close()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final, Self
+from typing import Final
 
 from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import kind_of
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
 
@@ -22,33 +23,20 @@ _FAILURES_TOLD: Final = 50_000
 
 
 class FailureAlerts:
-    """A context manager that looks for failures at its start, after each failure here, and every five minutes.
+    """Looks for failures. It does nothing if the run has no handler of alerts."""
 
-    It looks at most once a minute, so that many causes at once do not flood their reader. It does nothing if the run
-    has no handler of alerts. Without `is_periodic` it does not look by itself.
-    """
-
-    def __init__(self, run: RunState, *, is_periodic: bool) -> None:
+    def __init__(self, run: RunState) -> None:
         self._store = run.store
         self._telemetry = run.telemetry
         self._failed = run.failed
         self._queue = run.alert_queue
-        self._is_periodic = is_periodic
         self._trouble: str | None = None
-        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Self:
-        if self._queue is not None and self._is_periodic:
-            self._task = asyncio.create_task(self._run(), name="pgoutbox-failure-alerts")
-        return self
+    async def keep_looking(self) -> None:
+        """Look at once, after each failure here, and every five minutes, until cancelled.
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
+        It looks at most once a minute, so that many causes at once do not flood their reader.
+        """
         await self.look()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -65,7 +53,7 @@ class FailureAlerts:
         try:
             count = await self._tell(self._queue)
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
-            reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+            reason = kind_of(error)
             if reason != self._trouble:
                 self._trouble = reason
                 text = "alerts about failed messages cannot be enqueued, trying again"

@@ -14,14 +14,14 @@ import random
 import threading
 import time
 from concurrent.futures import Future
-from typing import Final, Self
+from typing import Final
 
 import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import is_transient_error
+from pgoutbox.database.worker_connection import is_transient_error, kind_of
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations.retention import MaintenanceFacts, MaintenanceRun, PartitionCache
 from pgoutbox.settings import Settings
@@ -35,43 +35,32 @@ _JITTER: Final = 0.1
 
 
 class Maintenance:
-    """A context manager that takes turns of maintenance for this worker. It does nothing if the interval is 0.
+    """Takes turns of maintenance for this worker."""
 
-    Without `is_periodic` it takes none by itself: see `turn_unless`.
-    """
-
-    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry, *, is_periodic: bool = True) -> None:
+    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
         self._settings = settings
         self._store = store
         self._telemetry = telemetry
         self._interval_seconds = settings.maintenance_interval_seconds
-        self._is_periodic = is_periodic
         self._cache = PartitionCache()
         self._trouble: str | None = None
         self._stopping = threading.Event()
         self._connection: psycopg.Connection[TupleRow] | None = None
-        self._task: asyncio.Task[None] | None = None
         self._taking: Future[Exception | None] | None = None
 
-    async def __aenter__(self) -> Self:
-        if self._interval_seconds and self._is_periodic:
-            self._task = asyncio.create_task(self._run(), name="pgoutbox-maintenance")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def stop(self) -> None:
         """Stop after the current transaction, and cancel it if it takes long."""
         self._stopping.set()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
         if self._taking is not None and not await self._is_over_within(self._taking, _STOP_SECONDS):
             await self._cancel_statement()
             await self._is_over_within(
                 self._taking, _STOP_SECONDS
             )  # The thread is a daemon, so a dead network cannot delay the exit.
 
-    async def _run(self) -> None:
+    async def keep_taking_turns(self) -> None:
+        """Take a turn in each interval, until cancelled. With an interval of 0 there are none."""
+        if not self._interval_seconds:
+            return
         # Workers often start together, and any of them may take the first turn.
         pause = min(self._interval_seconds, _FIRST_WITHIN_SECONDS) * random.random()
         while True:
@@ -177,7 +166,7 @@ class Maintenance:
 
     def _report_trouble(self, error: Exception) -> None:
         """Report each kind of error once, until a turn succeeds."""
-        reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+        reason = kind_of(error)
         if reason != self._trouble:
             self._trouble = reason
             hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)

@@ -8,7 +8,6 @@ warnings and the circuit breakers of the next run depend on these rows, never a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import random
@@ -20,7 +19,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
-from pgoutbox.database.worker_connection import is_transient_error
+from pgoutbox.database.worker_connection import is_transient_error, kind_of
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
 
@@ -48,7 +47,7 @@ class Trouble(NamedTuple):
 
 
 class Presence:
-    """Reports this worker's presence from `start` to `stop`.
+    """Reports this worker's presence.
 
     `defined` are the queues of the outbox's topics: their late messages matter too if this worker does not serve them.
     A warning is logged when its cause is found, and again every hour while it lasts. A run of `run_once` or `drain`
@@ -74,35 +73,24 @@ class Presence:
         self._clock = clock
         self._warned_at: dict[tuple[str, str, tuple[str, ...]], float] = {}
         self._failure: str | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._has_reported = False
 
-    async def start(self) -> None:
-        """Report once, before the first claim, and then periodically."""
-        await self.report(is_first=True)
-        self._task = asyncio.create_task(self._keep_reporting(), name="pgoutbox-presence")
-
-    async def stop(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
+    async def end(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
         """Report the end, if the database answers soon. A run leaves its failures to the next one."""
-        if self._task is None:
+        if not self._has_reported:
             return
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        statement, parameters = sql.END_WORKER, {"worker": self._store.worker}
+        if self._ends_by_itself:
+            memories = {key: memory or None for key, memory in failures.items()}  # None deletes that of an earlier run.
+            statement, parameters["failures"] = sql.END_RUN, json.dumps(memories)
         try:
             async with asyncio.timeout(_END_SECONDS):
-                await self._end(failures)
+                await self._store.claims.fetch(statement, parameters)
         except (psycopg.Error, OSError) as error:
             self._note_failure(error)
 
-    async def _end(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
-        worker = {"worker": self._store.worker}
-        if self._ends_by_itself:
-            memories = {key: memory or None for key, memory in failures.items()}  # None deletes that of an earlier run.
-            await self._store.claims.fetch(sql.END_RUN, {**worker, "failures": json.dumps(memories)})
-        else:
-            await self._store.claims.fetch(sql.END_WORKER, worker)
-
-    async def _keep_reporting(self) -> None:
+    async def keep_reporting(self) -> None:
+        """Report periodically after the first report, until cancelled."""
         await asyncio.sleep(_FIRST_LOOK_SECONDS)
         while True:
             await self.report()
@@ -113,6 +101,7 @@ class Presence:
 
         Errors are logged, not raised.
         """
+        self._has_reported = True
         try:
             rows = await self._store.claims.fetch(
                 sql.REPORT_WORKER,
@@ -166,7 +155,7 @@ class Presence:
 
     def _note_failure(self, error: Exception) -> None:
         """Log each kind of error once, until a report succeeds. The worker itself logs that the database is lost."""
-        failure = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+        failure = kind_of(error)
         if failure != self._failure and not is_transient_error(error):
             self._failure = failure
             self._telemetry.report(

@@ -17,7 +17,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import WorkerConnection
+from pgoutbox.database.worker_connection import WorkerConnection, kind_of
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import BreakerSettings
 from pgoutbox.text import clean_text
@@ -215,9 +215,8 @@ class SharedBreakers:
         try:
             return await link.fetch(statement, {**self._parameters, **parameters})
         except (psycopg.Error, OSError) as error:
-            reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip()
             text = "the shared circuit breaker could not be read"
-            self._telemetry.report(logging.WARNING, LogEvent.BREAKER_UNKNOWN, text, reason=reason)
+            self._telemetry.report(logging.WARNING, LogEvent.BREAKER_UNKNOWN, text, reason=kind_of(error))
             return None
 
     def start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:

@@ -310,7 +310,6 @@ async def test_a_worker_that_stops_at_a_failure_does_not_wait_for_the_next_look(
         failed.set()
         for _ in range(steps):  # The cancellation meets each step of the task's way out of its wait.
             await asyncio.sleep(0)
-        task = run.failure_alerts._task
-        assert task is not None
+        (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "pgoutbox-failure-alerts")
         task.cancel()
         await until(task.done)

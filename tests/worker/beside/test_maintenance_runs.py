@@ -272,9 +272,10 @@ async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
     monkeypatch.setattr(pgoutbox.worker.beside.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     holder = held_back_deletes(db, connect)
     one = member()
-    await one.maintenance.__aenter__()
+    taking_turns = asyncio.create_task(one.maintenance.keep_taking_turns())
     await until(lambda: db.execute(f"SELECT FROM {ADVISORY_LOCKS} WHERE NOT l.granted").fetchall())
-    ending = asyncio.create_task(one.maintenance.__aexit__(None, None, None))
+    taking_turns.cancel()
+    ending = asyncio.create_task(one.maintenance.stop())
     await until(one.maintenance._stopping.is_set)
     holder.rollback()
     await ending
