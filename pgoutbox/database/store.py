@@ -127,11 +127,6 @@ class Store:
     def _note_lost(self) -> None:
         self.on_lost()
 
-    async def check_server(self) -> None:
-        """Raise an error for an unusable server, with the fix, and `CopyError` in a copy of the database."""
-        await check_server(self._settings)
-        await self.claims.fetch(sql.SERVER_TIME, {})
-
     async def server_time(self) -> datetime:
         """Return the time of the database's clock."""
         now: datetime

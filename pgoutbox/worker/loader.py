@@ -23,7 +23,7 @@ from pgoutbox.kernel.seams import Keys
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
-from pgoutbox.worker.attempt import RELEASED, Attempt, Claim, Work
+from pgoutbox.worker.attempt import RELEASED, Attempt, Claim, Released, Work
 from pgoutbox.worker.leases import LeaseKeeper
 from pgoutbox.worker.outcomes import Outcomes
 from pgoutbox.worker.payloads import Content, missing_content, read_content, read_json, read_payload
@@ -33,7 +33,8 @@ from pgoutbox.worker.run_state import RunState
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
-_Contents = Mapping[int, Content | None]  # By id. None: the content is large, and the slot of the attempt reads it.
+# By id. None: the content is large, and the slot of the attempt reads it.
+_Contents = Mapping[int, Content | Released | None]
 
 
 class Loader:
@@ -70,7 +71,7 @@ class Loader:
         if unattempted := [row for row in rows if row.state != _SENDING]:
             self._outcomes.report_unattempted(unattempted)
 
-    def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents | None, claim: Claim, leased_at: float) -> None:
+    def _begin(self, rows: Sequence[ClaimedRow], contents: _Contents, claim: Claim, leased_at: float) -> None:
         works: list[Work] = []
         batches: dict[str, list[Attempt]] = {}
         for row in rows:
@@ -110,7 +111,7 @@ class Loader:
         return True
 
     def _load_row(
-        self, row: ClaimedRow, contents: _Contents | None, claim: Claim, leased_at: float
+        self, row: ClaimedRow, contents: _Contents, claim: Claim, leased_at: float
     ) -> tuple[Attempt, Outcome | None]:
         """Begin the attempt of a row. Return it, and its result if it must end before its handler runs."""
         handler = self._handlers[row.topic]
@@ -142,7 +143,7 @@ class Loader:
         attempt.is_payload_large = row.payload_json is None
         if row.coalesce_key is not None or row.ordering_key is not None:
             attempt.keys = Keys(row.id, row.topic, row.queue, row.coalesce_key, row.ordering_key)
-        if row.content_id is not None and contents is not None and contents.get(row.content_id, "") is None:
+        if row.content_id is not None and contents.get(row.content_id, "") is None:
             attempt.large_content_id = row.content_id
         if row.expires_in_seconds is not None:
             attempt.expiring_at = leased_at + row.expires_in_seconds
@@ -157,10 +158,10 @@ class Loader:
         self._in_flight[row.id] = attempt
         return attempt, result
 
-    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> _Contents | None:
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> _Contents:
         """Return the existing contents of these rows, each decrypted and parsed once for all of its messages.
 
-        Return None if the database did not answer.
+        Messages whose content the database did not return are released.
         """
         topics = {row.content_id: row.topic for row in rows if row.content_id is not None and row.state == _SENDING}
         contents = {content_id: self._contents[content_id] for content_id in topics.keys() & self._contents.keys()}
@@ -169,7 +170,7 @@ class Loader:
                 found: dict[int, str | None] = dict(await self._store.claims.fetch(sql.CONTENTS, {"ids": missing}))
             except (psycopg.Error, OSError) as error:
                 await self._outage.pause_or_raise(error)
-                return None
+                return {**contents, **dict.fromkeys(missing, RELEASED)}
             contents.update(
                 (n, None if text is None else read_content(text, topics[n], self._keyring)) for n, text in found.items()
             )
@@ -178,14 +179,12 @@ class Loader:
         return contents
 
 
-def _find_content(content_id: int, contents: _Contents | None) -> tuple[JsonValue, Outcome | None]:
+def _find_content(content_id: int, contents: _Contents) -> tuple[JsonValue, Outcome | None]:
     """Return the content of a fan-out, or the outcome if it is missing."""
-    if contents is None:
-        return None, RELEASED
     if content_id not in contents:
         return None, missing_content(content_id)
     found = contents[content_id]
-    return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
+    return (None, found) if isinstance(found, (Permanent, Transient, Released)) else (found, None)
 
 
 def _read_headers(text: str) -> tuple[Mapping[str, str], Permanent | None]:

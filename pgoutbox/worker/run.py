@@ -24,7 +24,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
+from pgoutbox.database.store import Store, check_server
 from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler, Middleware
@@ -311,7 +311,8 @@ class WorkerRun:
         state = self.state
         while not state.stopping.is_set():
             try:
-                await state.store.check_server()
+                await check_server(self._settings)
+                await state.store.server_time()  # Refused in a copy of the database.
             except (psycopg.Error, OSError) as error:
                 settings = self._settings
                 if self._ends_by_itself or not await is_unreachable(error, settings.require_dsn(), settings):
