@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
@@ -45,7 +45,7 @@ class InFlight(dict[int, "Attempt"]):
         self.lost_at = -math.inf
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
-        self._sent_in_vain: dict[int, tuple[object, int]] = {}
+        self._lost: dict[int, Attempt] = {}
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -66,27 +66,30 @@ class InFlight(dict[int, "Attempt"]):
             claim.is_closed = True
         self.ended_claims = [claim for claim in self.ended_claims if not claim.is_closed]
 
-    def note_lost(self) -> None:
+    def note_lost_connection(self) -> None:
         """Trust no lease of a claim or renewal before now. Any thread may call it."""
         self.lost_at = elapsed_clock()
 
-    def note_sent_in_vain(self, attempt: Attempt) -> None:
-        """Remember a message that was handed over, and whose attempt counted as lost before that could be written."""
-        self._sent_in_vain[attempt.message.id] = attempt.identity, attempt.attempt_count + 1
-        if len(self._sent_in_vain) > _REMEMBERED:
-            del self._sent_in_vain[next(iter(self._sent_in_vain))]
+    def note_lost(self, attempt: Attempt) -> None:
+        """Remember an attempt that has handed its message over, and was lost before that could be written."""
+        attempt.message = replace(attempt.message, payload=None, content=None)  # There may be many.
+        self._lost[attempt.message_id] = attempt
+        if len(self._lost) > _REMEMBERED:
+            del self._lost[next(iter(self._lost))]
 
-    def was_sent_in_vain(self, attempt: Attempt) -> bool:
-        """Whether the attempt directly before this one handed the message over, in this run. It is answered once."""
-        if not self._sent_in_vain:
-            return False
-        return self._sent_in_vain.pop(attempt.message.id, None) == (attempt.identity, attempt.attempt_count)
+    def found_again(self, message_id: int) -> Attempt | None:
+        """Return the attempt of a message that is claimed again: it is in flight, or it was lost after a hand-over."""
+        return self.get(message_id) or self._lost.pop(message_id, None)
+
+    def forget(self, attempt: Attempt) -> None:
+        """Forget an attempt. This process may have claimed its message again, after its lease ran out."""
+        if self.get(attempt.message_id) is attempt:
+            del self[attempt.message_id]
 
     def abandon(self, attempt: Attempt) -> None:
         """Forget an attempt whose outcome is not written: its claim must lapse."""
         attempt.claim.is_closed = True
-        if self.get(attempt.message.id) is attempt:
-            del self[attempt.message.id]
+        self.forget(attempt)
 
 
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.
@@ -139,11 +142,6 @@ class Attempt(Context):
     def claimed_at(self) -> datetime:
         """The name of its claim."""
         return self.claim.claimed_at
-
-    @property
-    def identity(self) -> tuple[datetime, int, str | None]:
-        """Three columns of the row. Retries keep them. A redrive, or another message with the same id, changes them."""
-        return self.message.created_at, self.max_attempts, self.message.destination
 
     def may_go_on(self, created_at: datetime, destination: str | None, attempt_count: int, max_attempts: int) -> bool:
         """Whether it may continue under another claim: of its message, on which no operator has acted meanwhile.

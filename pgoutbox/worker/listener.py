@@ -92,5 +92,5 @@ class _Listener:
     def report(self, name: str, **facts: object) -> None:
         """Log an event of the doorbell."""
         if name == "lost":
-            self._in_flight.note_lost()
+            self._in_flight.note_lost_connection()
         self._telemetry.report(*_REPORTS[name], **facts)

@@ -90,11 +90,12 @@ class Loader:
         self._pool.put(works)
 
     def _take_over_in_flight(self, row: ClaimedRow, claim: Claim, leased_at: float) -> bool:
-        """Let the attempt in flight continue under this claim, and return whether there is one.
+        """Let an earlier attempt continue under this claim, and return whether there is one.
 
-        Its lease had lapsed, or a failover has lost the commit of its first claim.
+        Its lease had lapsed, or a failover has lost the commit of its first claim. One that has handed its message over
+        is only written again.
         """
-        attempt = self._in_flight.get(row.id)
+        attempt = self._in_flight.found_again(row.id)
         if attempt is None:
             return False
         if not attempt.may_go_on(row.created_at, row.destination, row.attempt_count, row.max_attempts):
@@ -103,11 +104,14 @@ class Loader:
             return False
         if attempt.done and not attempt.sent and row.attempt_count > attempt.attempt_count:
             return False  # It was finished and claimed again before the answer to the finish was read.
-        del self._in_flight[row.id]
+        is_lost = row.id not in self._in_flight
+        self._in_flight.forget(attempt)
         attempt.take_over(row.attempt_count, row.max_attempts, claim, leased_at)
         if row.superseded:
             attempt.overtaken = "superseded"
         self._in_flight[row.id] = attempt
+        if is_lost:
+            self._outcomes.collect(attempt, Sent())
         return True
 
     def _load_row(
@@ -149,12 +153,9 @@ class Loader:
             attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
         result: Outcome | None = problem or headers_problem or content_problem
-        if self._in_flight.was_sent_in_vain(attempt):
-            result = Sent()
-        elif row.superseded:
+        if row.superseded:
             result = Transient("superseded")
         attempt.done = result is not None
-        attempt.sent = isinstance(result, Sent)
         self._in_flight[row.id] = attempt
         return attempt, result
 

@@ -83,11 +83,8 @@ class Outcomes:
 
     def note_sent(self, attempts: Sequence[Attempt]) -> None:
         """Forget attempts that are written as sent, and count them."""
-        in_flight = self._in_flight
         for attempt in attempts:
-            # This process may have claimed the message again, after the lease of this attempt ran out.
-            if in_flight.get(attempt.message_id) is attempt:
-                del in_flight[attempt.message_id]
+            self._in_flight.forget(attempt)
         self._telemetry.count(LogEvent.SENT, len(attempts))
         if self._telemetry.measures is not None and attempts:
             self._telemetry.measures.sent([attempt.message for attempt in attempts])
@@ -100,10 +97,9 @@ class Outcomes:
             if state == _SENT:
                 sent.append(attempt)
                 continue
-            if self._in_flight.get(attempt.message_id) is attempt:
-                del self._in_flight[attempt.message_id]
+            self._in_flight.forget(attempt)
             if attempt.end is None:
-                self._in_flight.note_sent_in_vain(attempt)
+                self._in_flight.note_lost(attempt)
             self.note_end(attempt.message, None if state is None else State(state), attempt.end)
         self.note_sent(sent)
 

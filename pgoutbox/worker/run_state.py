@@ -55,7 +55,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.alert_queue = self.queues.names[0] if ALERT_TOPIC in self.topics else None
         self.outage = Outage(self.telemetry, stopping=self.stopping)
-        self.store.on_lost = self.in_flight.note_lost
+        self.store.on_lost = self.in_flight.note_lost_connection
 
     def stop(self, error: PgOutboxError | None = None) -> None:
         """Begin to stop the run, which then raises `error`. Idempotent. Call it on the event loop."""
