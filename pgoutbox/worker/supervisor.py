@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, assert_never
 
 from pgoutbox.observability import systemd
@@ -26,8 +27,6 @@ from pgoutbox.worker.worker import Worker
 
 _log = logging.getLogger("pgoutbox.worker.supervisor")
 
-Mode = Literal["run", "once", "drain"]
-
 _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
 
@@ -37,7 +36,7 @@ def run_worker(
     settings: Settings,
     *,
     queues: Sequence[str],
-    mode: Mode,
+    mode: Literal["run", "once", "drain"],
     max_messages: int | None = None,
     max_seconds: float | None = None,
 ) -> int:
@@ -51,11 +50,21 @@ def run_worker(
     worker = Worker(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()
-    asyncio.run(_run(worker, mode, max_messages, max_seconds))
+    work: Callable[[], Awaitable[None]]
+    match mode:
+        case "run":
+            work = worker.run
+        case "once":
+            work = partial(worker.run_once, max_messages=max_messages, max_seconds=max_seconds)
+        case "drain":
+            work = worker.drain
+        case _:
+            assert_never(mode)
+    asyncio.run(_run(worker, work))
     return 0
 
 
-async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds: float | None) -> None:
+async def _run(worker: Worker, work: Callable[[], Awaitable[None]]) -> None:
     loop = asyncio.get_running_loop()
     signals_seen = 0
 
@@ -73,7 +82,7 @@ async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds
         # The supervisor never writes to the pipe: end of file means that it has ended.
         loop.add_reader(int(supervisor_fd), _stop_orphan, worker, loop, int(supervisor_fd))
     try:
-        await _work(worker, mode, max_messages, max_seconds)
+        await work()
     except Exception as error:
         if not worker.has_running_handlers:
             raise
@@ -82,18 +91,6 @@ async def _run(worker: Worker, mode: Mode, max_messages: int | None, max_seconds
         leave(1)
     if worker.has_running_handlers:
         leave(0)
-
-
-async def _work(worker: Worker, mode: Mode, max_messages: int | None, max_seconds: float | None) -> None:
-    match mode:
-        case "run":
-            await worker.run()
-        case "once":
-            await worker.run_once(max_messages=max_messages, max_seconds=max_seconds)
-        case "drain":
-            await worker.drain()
-        case _:
-            assert_never(mode)
 
 
 def _stop_orphan(worker: Worker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:
