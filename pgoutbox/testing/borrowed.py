@@ -80,7 +80,7 @@ async def run_pass(
         topics=sorted(handlers),
         stopping=asyncio.Event(),
     )
-    breakers = CircuitBreakers(run.store, transports, settings, run.telemetry)
+    breakers = CircuitBreakers(run, transports)
     outcomes = Outcomes(run, breakers)
     # Without breakers: their pauses would never end in one transaction.
     executor = AttemptExecutor(

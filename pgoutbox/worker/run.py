@@ -126,9 +126,7 @@ class WorkerRun:
     def _compose(self, handlers: Mapping[str, Handler]) -> None:
         """Create the kernel, and what runs its attempts."""
         state, setup = self.state, self._setup
-        self.breakers = CircuitBreakers(
-            state.store, setup.transports, setup.settings, setup.telemetry, alert_queue=state.alert_queue
-        )
+        self.breakers = CircuitBreakers(state, setup.transports)
         self._outcomes = outcomes = Outcomes(state, self.breakers)
         self.executor = AttemptExecutor(
             state,
@@ -160,7 +158,6 @@ class WorkerRun:
             handle_error=self._handle_error,
             bell=self.doorbell,
         )
-        self.breakers.call_after_close(self.kernel.want)
 
     async def _handle_error(self, error: BaseException) -> None:
         """Pause after an error that may pass. Any other ends the worker; the ends of its attempts are still written."""

@@ -15,10 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, SendFailure, Sent, Unavailable
-from pgoutbox.observability.events import Telemetry
-from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.transports import Content, Transport, bare_destination, breaker_key, part_keys, scheme_of
 from pgoutbox.transports.registry import MissingTransport, missing_key
@@ -26,6 +23,7 @@ from pgoutbox.worker.breakers.bulkhead import Bulkhead, Room
 from pgoutbox.worker.breakers.circuit_breaker import WINDOW_SECONDS, CircuitBreaker
 from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from pgoutbox.worker.dispatcher import Send, send_by
+from pgoutbox.worker.run_state import RunState
 
 _STALLED_PAUSE_SECONDS = 5.0
 _MAX_CIRCUITS = 1_000
@@ -51,19 +49,12 @@ class CircuitBreakers:
     """The circuit breakers of one worker."""
 
     def __init__(
-        self,
-        store: Store,
-        transports: Mapping[str, Transport],
-        settings: Settings,
-        telemetry: Telemetry,
-        *,
-        alert_queue: str | None = None,
-        clock: Callable[[], float] = elapsed_clock,
+        self, run: RunState, transports: Mapping[str, Transport], *, clock: Callable[[], float] = elapsed_clock
     ) -> None:
         self._transports = transports
-        self._settings = settings
+        self._settings = settings = run.settings
         self._clock = clock
-        self._shared = SharedBreakers(store, settings.breaker, telemetry, alert_queue=alert_queue, clock=clock)
+        self._shared = SharedBreakers(run, clock=clock)
         self._bulkhead = Bulkhead(settings.concurrency, clock)
         self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
         self._circuits: dict[str, _Circuit] = {}
@@ -88,10 +79,6 @@ class CircuitBreakers:
     def note_claim(self) -> None:
         """Believe a claim rather than what this process remembers: it left out the messages behind open breakers."""
         self._shared.note_claim()
-
-    def call_after_close(self, call: Callable[[], None]) -> None:
-        """Call this whenever this worker has closed a breaker."""
-        self._shared.on_close = call
 
     @property
     def probing_count(self) -> int:

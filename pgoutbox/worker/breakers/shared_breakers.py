@@ -16,12 +16,11 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection, kind_of
-from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.settings import BreakerSettings
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import clean_text
 from pgoutbox.worker.breakers.circuit_breaker import BreakerRow, CircuitBreaker
+from pgoutbox.worker.run_state import RunState
 
 _REFRESH_SECONDS = 1.0
 _LIST_SECONDS = 60.0
@@ -33,31 +32,20 @@ T = TypeVar("T")
 class SharedBreakers:
     """Reads and writes the rows, and applies the answers to the breakers of this process.
 
-    With `alert_queue`, the statement that opens or closes a breaker also enqueues an announcement there.
+    A run with a handler of alerts announces each breaker that it opens or closes, in the same statement.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        settings: BreakerSettings,
-        telemetry: Telemetry,
-        *,
-        alert_queue: str | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._store = store
+    def __init__(self, run: RunState, *, clock: Callable[[], float]) -> None:
+        self._run = run
+        self._store = store = run.store
         self._parameters = {
-            "cooldown_seconds": settings.cooldown_seconds,
-            "max_cooldown_seconds": settings.max_cooldown_seconds,
-            "probe_timeout_seconds": settings.probe_timeout_seconds,
+            **run.settings.breaker.model_dump(),
             "worker": store.worker,
-            "alert_queue": alert_queue,
+            "alert_queue": run.alert_queue,
             "alert_destinations": store.alert_destinations,
         }
-        self._telemetry = telemetry
+        self._telemetry = run.telemetry
         self._clock = clock
-        self.on_close: Callable[[], None] = lambda: None
-        """Called when this worker has closed a breaker."""
         self._listed_at = float("-inf")
         self._listing: asyncio.Task[None] | None = None
         self._open_keys: set[str] = set()
@@ -81,9 +69,13 @@ class SharedBreakers:
         # Another send may have opened it too. The newest row is right.
         breaker.open(row, self._clock())
         if row.opened:
-            seconds, text = row.retry_seconds, "breaker opened"
-            event = LogEvent.BREAKER_OPENED
-            self._telemetry.report(logging.WARNING, event, text, breaker=breaker.key, retry_seconds=seconds)
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.BREAKER_OPENED,
+                "breaker opened",
+                breaker=breaker.key,
+                retry_seconds=row.retry_seconds,
+            )
 
     async def failures_of_last_run(self) -> dict[str, dict[str, Any]]:
         """Return the memory of each breaker, by its key, that the last run of `run_once` or `drain` hands on.
@@ -116,9 +108,11 @@ class SharedBreakers:
         """
         rows = await self._ask(sql.BREAKER_CLOSE_IF_NEWER, key=key, probe_id=probe_id, send_seconds=send_seconds)
         if rows:
-            self.on_close()
-            event, ((seconds,),) = LogEvent.BREAKER_CLOSED, rows
-            self._telemetry.report(logging.INFO, event, "breaker closed", breaker=key, open_seconds=seconds)
+            self._run.kernel.want()
+            ((seconds,),) = rows
+            self._telemetry.report(
+                logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=seconds
+            )
 
     async def reopen(self, breaker: CircuitBreaker, probe_id: str, error: str) -> None:
         """Extend the pause after a failed probe, unless it was given up."""
@@ -128,9 +122,13 @@ class SharedBreakers:
             row = BreakerRow._make(rows[0])
             # A refresh may have read an older row during this statement.
             breaker.open(row, self._clock())
-            seconds, text = row.retry_seconds, "breaker stays open"
-            event = LogEvent.BREAKER_REOPENED
-            self._telemetry.report(logging.INFO, event, text, breaker=breaker.key, retry_seconds=seconds)
+            self._telemetry.report(
+                logging.INFO,
+                LogEvent.BREAKER_REOPENED,
+                "breaker stays open",
+                breaker=breaker.key,
+                retry_seconds=row.retry_seconds,
+            )
 
     def release(self, key: str, probe_id: str, freed_hold: str | None = None) -> None:
         """Give a probe without a result back, and let claims take the messages of a hold that was wrong.

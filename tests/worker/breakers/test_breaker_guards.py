@@ -6,7 +6,6 @@ The database is real. The test controls the clock of the pauses and the answers 
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, LiteralString
@@ -15,9 +14,8 @@ import pytest
 
 from pgoutbox import Message, Permanent, Transient, Unavailable
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, SendFailure, Sent, Snooze
-from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.breakers import bulkhead, circuit_breakers, shared_breakers
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
@@ -25,6 +23,7 @@ from pgoutbox.worker.breakers.shared_breakers import SharedBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
+from tests.support.worker_sql import run_state
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -121,10 +120,11 @@ class Member:
             "breaker_probe_timeout_seconds": 60.0,
         }
         self.settings = settings_for(dsn, **values | settings)
-        self.store = Store(self.settings, worker=name)
-        self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
+        run = run_state(self.settings, name=name)
+        self.store = run.store
+        self.telemetry = run.telemetry
         self.at = Destinations()
-        self.breakers = CircuitBreakers(self.store, {"line": self.at}, self.settings, self.telemetry, clock=clock)
+        self.breakers = CircuitBreakers(run, {"line": self.at}, clock=clock)
 
     async def send(self, message_id: int, key: str = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Outcome:
         sent = message(message_id, key, topic=topic, attempt_count=attempt_count)
