@@ -148,8 +148,7 @@ class _DirectSend:
         if problem is not None:
             return problem
         message = replace(self._message, payload=payload)
-        settings = self._settings
-        transports = complete(self._outbox.transports, settings)
+        settings, transports = self._settings, complete(self._outbox.transports, self._settings)
         run = RunState(
             settings,
             Store(settings, worker=f"{socket.gethostname()}:{os.getpid()}", purpose="direct"),
@@ -204,18 +203,12 @@ async def _refusal_of(store: Store) -> Unavailable | None:
     """Return the reason why this database does not allow to send: it is a copy, or does not answer."""
     try:
         await store.server_time()
-    except psycopg.ProgrammingError as error:
-        if error.sqlstate is None:
-            raise  # The DSN is wrong.
-        return _unavailable(error)
     except (psycopg.Error, OSError) as error:
-        return _unavailable(error)
+        if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
+            raise  # The DSN is wrong.
+        text = getattr(getattr(error, "diag", None), "message_primary", None) or str(error) or type(error).__name__
+        return Unavailable(f"not sent: {one_line(text)}")
     return None
-
-
-def _unavailable(error: psycopg.Error | OSError) -> Unavailable:
-    text = getattr(getattr(error, "diag", None), "message_primary", None) or str(error) or type(error).__name__
-    return Unavailable(f"not sent: {one_line(text)}")
 
 
 async def _hold(_: Attempt) -> None:

@@ -118,8 +118,10 @@ class AttemptPool:
         self._telemetry = run.telemetry
         self._measured: list[Attempted] | None = None if run.telemetry.measures is None else []
         self._ready: deque[tuple[Work, float]] = deque()
-        self._ready_count = 0
-        self._running_count = 0
+        self.waiting_count = 0
+        """Number of messages that no handler has taken yet."""
+        self.running_count = 0
+        """Number of messages in running handlers."""
         self._message_seconds = 1.0  # The mean duration of the last messages. A new worker takes them for slow.
         self.work_size = 1
         """How many messages the handler of the last ones can take at once."""
@@ -139,11 +141,6 @@ class AttemptPool:
         return self._concurrency - len(self._outlived)
 
     @property
-    def running_count(self) -> int:
-        """Number of messages in running handlers."""
-        return self._running_count
-
-    @property
     def outlived_count(self) -> int:
         """Number of slots of handlers that outlived their attempts."""
         return len(self._outlived)
@@ -154,14 +151,9 @@ class AttemptPool:
         return any(slot.runs_in_thread or not slot.task.done() for slot in self._slots)
 
     @property
-    def waiting_count(self) -> int:
-        """Number of messages that no handler has taken yet."""
-        return self._ready_count
-
-    @property
     def open_count(self) -> int:
         """Number of messages without an outcome."""
-        return self._ready_count + self._running_count
+        return self.waiting_count + self.running_count
 
     @property
     def oldest_wait_seconds(self) -> float:
@@ -186,7 +178,7 @@ class AttemptPool:
         now = asyncio.get_running_loop().time()
         for work in works:
             self._ready.append((work, now))
-            self._ready_count += len(work)
+            self.waiting_count += len(work)
         if self._stopping:
             self.release_waiting()  # Their claim was in transit when the run stopped.
         self._wake_one()
@@ -196,7 +188,7 @@ class AttemptPool:
         waiting, self._ready = self._ready, deque()
         for work, put_at in waiting:
             if may_release is None or all(map(may_release, work)):
-                self._ready_count -= len(work)
+                self.waiting_count -= len(work)
                 for attempt in work:
                     self._end(attempt, RELEASED)
             else:
@@ -250,8 +242,8 @@ class AttemptPool:
             while self._ready:
                 work, _ = self._ready.popleft()
                 size = len(work)
-                self._ready_count -= size
-                self._running_count += size
+                self.waiting_count -= size
+                self.running_count += size
                 if not self._waking:
                     self._wake_one()
                 if work[0].is_incomplete:
@@ -333,11 +325,11 @@ class AttemptPool:
         """Note the outcomes of its messages. One without an outcome runs on, and the run abandons it."""
         work, slot.work = slot.work, ()
         if work:
-            self._running_count -= len(work)
+            self.running_count -= len(work)
             for attempt, result in zip(work, results, strict=True):
                 if result is not None:
                     self._end(attempt, result)
-            if not (self._running_count or self._ready_count):
+            if not (self.running_count or self.waiting_count):
                 self._run.note_progress()  # A stop waits for the end of all.
 
     def _end(self, attempt: Attempt, result: Outcome) -> None:
