@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, LiteralString, TypeVar
 
 import psycopg
@@ -57,17 +56,6 @@ class CopyError(SchemaError, psycopg.OperationalError):
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(f"workers send nothing from this database: {problem}. To send from it, run: pgoutbox adopt")
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """An open connection of a worker, to the server or to a pooler.
-
-    `is_pooled`: a pooler was told or detected, so that each transaction may have another session of the server.
-    """
-
-    connection: connections.AsyncConnection[TupleRow]
-    is_pooled: bool
 
 
 class WorkerConnection:
@@ -173,14 +161,12 @@ class WorkerConnection:
         if self._connection is not None and not self._connection.closed:
             return self._connection
         try:
-            session = await open_session(self._dsn, self._settings, purpose=self._purpose)
+            connection, self._pooled = await open_session(self._dsn, self._settings, purpose=self._purpose)
         except (psycopg.OperationalError, OSError):
             for other in self._less_needed:
                 other._give_up()
             raise
-        connection = session.connection
         connection.answer_seconds = self._deadline_seconds
-        self._pooled = session.is_pooled
         self._trips = Pipeline(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
         self._connection = connection
@@ -238,16 +224,17 @@ async def open_session(
     purpose: str,
     prepare: LiteralString | None = None,
     kind: type[connections.AsyncConnection[TupleRow]] = connections.AsyncConnection,
-) -> Session:
+) -> tuple[connections.AsyncConnection[TupleRow], bool]:
     """Open a session of a worker. A direct one is prepared by `prepare`, or as those of the worker's own statements.
 
+    Also return whether a pooler was told or detected, so that each transaction may have another session of the server.
     Raises `CopyError` for a direct session in a copy of the database. Behind a pooler each transaction must ask.
     """
     connection, is_direct = await connect(dsn, settings, purpose=purpose, kind=kind)
-    session = Session(connection, is_pooled=settings.pooled or not is_direct)
-    if not session.is_pooled:
+    is_pooled = settings.pooled or not is_direct
+    if not is_pooled:
         await prepare_session(connection, settings, prepare)
-    return session
+    return connection, is_pooled
 
 
 async def connect(

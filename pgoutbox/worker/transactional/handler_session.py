@@ -15,9 +15,9 @@ from psycopg.pq import Escaping, PGconn, TransactionStatus, abc
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.connections import LentAsyncConnection, LentConnection, break_socket
+from pgoutbox.database.connections import AsyncConnection, LentAsyncConnection, LentConnection, break_socket
 from pgoutbox.database.round_trip import Pipeline, Step
-from pgoutbox.database.worker_connection import Session, open_session, refusing_copies, session_parameters
+from pgoutbox.database.worker_connection import open_session, refusing_copies, session_parameters
 from pgoutbox.settings import Settings
 
 _TRANSACTION_TIMEOUT_SINCE: Final = 170_000
@@ -30,13 +30,13 @@ L = TypeVar("L", LentAsyncConnection[TupleRow], LentConnection[TupleRow])
 class HandlerSession:
     """Use `open`. Each of its own statements has a deadline; an error of one leaves the session to `close`."""
 
-    def __init__(self, session: Session, settings: Settings) -> None:
-        self._connection = session.connection
-        self._trips = Pipeline(session.connection, prepares=False)
+    def __init__(self, connection: AsyncConnection[TupleRow], settings: Settings, *, is_pooled: bool) -> None:
+        self._connection = connection
+        self._trips = Pipeline(connection, prepares=False)
         self._parameters = session_parameters(settings)
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
-        session.connection.answer_seconds = self._answer_seconds
-        self.is_pooled = session.is_pooled
+        connection.answer_seconds = self._answer_seconds
+        self.is_pooled = is_pooled
         self._discard_pooled = ";".join([sql.DISCARD_POOLED, *_settings_of(self.pgconn), sql.COMMIT]).encode()
         self.was_idle = False
         """Whether it has been idle between two handlers."""
@@ -45,14 +45,14 @@ class HandlerSession:
     @classmethod
     async def open(cls, settings: Settings) -> HandlerSession:
         """Connect. Raises `CopyError` in a copy of the database, and the errors of the driver."""
-        session = await open_session(
+        connection, is_pooled = await open_session(
             settings.require_dsn(),
             settings,
             purpose="handler",
             prepare=sql.REQUIRE_HOME,
             kind=LentAsyncConnection[TupleRow],
         )
-        return cls(session, settings)
+        return cls(connection, settings, is_pooled=is_pooled)
 
     @property
     def pgconn(self) -> abc.PGconn:
