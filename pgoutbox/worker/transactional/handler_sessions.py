@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from typing import Final
 
 import psycopg
@@ -43,7 +42,8 @@ class HandlerSessions:
         self._settings = settings
         self._telemetry = telemetry
         self._idle: list[HandlerSession] = []
-        self._waiting: deque[asyncio.Future[HandlerSession]] = deque()
+        self._waiting_count = 0
+        self._changed = asyncio.Event()
         self._opening: set[asyncio.Task[None]] = set()
         self._open_count = 0  # With those that are being opened.
         self._taken_count = 0
@@ -97,7 +97,7 @@ class HandlerSessions:
         self._begun_count -= 1
         self._taken_count -= 1
         self._open_count -= 1
-        self._serve_waiting()
+        self._changed.set()
 
     async def close(self) -> None:
         """Close the sessions. Those of running handlers are closed when they come back."""
@@ -121,33 +121,24 @@ class HandlerSessions:
         return bool(self._idle) and self._taken_count < self._allowed_count
 
     async def _take(self, until: float) -> HandlerSession:
-        if self._has_one:
-            self._taken_count += 1
-            return self._idle.pop()
-        waiter: asyncio.Future[HandlerSession] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
-        self._serve_waiting()
+        self._waiting_count += 1
         try:
             async with asyncio.timeout_at(until):
-                return await waiter
-        except BaseException as error:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._give_back(waiter.result())  # It came together with the end of the wait.
-            if isinstance(error, TimeoutError):
-                raise NoSessionError(self._refusal or "no connection is free") from None
-            raise
+                while not self._has_one:
+                    self._open_more()
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise NoSessionError(self._refusal or "no connection is free") from None
+        finally:
+            self._waiting_count -= 1
+        self._taken_count += 1
+        return self._idle.pop()
 
-    def _serve_waiting(self) -> None:
-        while self._waiting and self._has_one:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
-                self._taken_count += 1
-                waiter.set_result(self._idle.pop())
+    def _open_more(self) -> None:
         while (
             not self._idle
-            and len(self._opening) < min(len(self._waiting), _OPENED_AT_ONCE)
+            and len(self._opening) < min(self._waiting_count, _OPENED_AT_ONCE)
             and self._open_count < self._allowed_count
             and not self._is_closed
         ):
@@ -172,7 +163,7 @@ class HandlerSessions:
             else:
                 self._refusal = None
                 self._idle.append(session)
-            self._serve_waiting()
+            self._changed.set()
 
     async def _begin(self, session: HandlerSession, name: str, until: float) -> None:
         if not session.is_pooled:
@@ -242,7 +233,7 @@ class HandlerSessions:
             self._idle.append(session)
             if self._idle_timer is None:
                 self._idle_timer = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._close_idle)
-        self._serve_waiting()
+        self._changed.set()
 
     def _close_idle(self) -> None:
         long_ago = _now() - _IDLE_SECONDS
