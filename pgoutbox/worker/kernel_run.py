@@ -81,14 +81,19 @@ class KernelAttempts:
         pool, batch = self.pool, self._batch_size
         if len(self.refused) >= MANY_REFUSED or pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
             return 0
-        free = pool.free_count * pool.work_size
+        work = pool.work_size
+        free = pool.free_count * work
         if not free and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
             return 0  # They have become slow.
+        # A slot takes its messages from one claim: a part that is claimed before the rest would be handled alone.
         ahead = min(batch, pool.turnover(_LONG_WAIT_SECONDS / 2))
-        ahead -= ahead % pool.work_size  # A slot that is free next would begin with a part.
+        ahead -= ahead % min(work, batch)
+        on_the_way += -on_the_way % work
         most = pool.capacity + batch - max(pool.open_count, self.unwritten_count - 2 * batch)
         room = min(free + ahead - pool.waiting_count, most) - on_the_way
-        return min(batch, room, free + (ahead + 1) // 2) if room * 2 >= ahead and pool.capacity else 0
+        if not pool.capacity or (room * 2 < ahead and (pool.waiting_count or not free)):
+            return 0
+        return max(0, min(batch, room, free + (ahead + 1) // 2))
 
     def _watch_waiting(self) -> None:
         """Leave messages to other workers that have waited for a slot for long."""

@@ -39,8 +39,8 @@ from pgoutbox.worker.threads import ThreadOwner, thread_owner
 _TURN_SECONDS = 0.005
 # The time for the result of a thread to reach its task, and the minimum time for the code after it.
 _RETURN_SECONDS = 0.1
-# The weight of one message in the mean duration.
-_WEIGHT = 0.1
+# The mean duration is that of so many attempts.
+_REMEMBERED = 10
 # How long measurements are collected: one report of many costs a fraction of many reports.
 _MEASURE_SECONDS = 0.1
 _HALF_LOST = (
@@ -123,8 +123,9 @@ class AttemptPool:
         self.running_count = 0
         """Number of messages in running handlers."""
         self._message_seconds = 1.0  # The mean duration of the last messages. A new worker takes them for slow.
+        self._remembered_count = 0
         self.work_size = 1
-        """How many messages the handler of the last ones can take at once."""
+        """How many messages a free slot is likely to take at once, judged by the last ones."""
         self._outlived: list[str] = []  # The topic of each slot whose handler outlived its attempt.
         self._slots: list[_Slot] = []
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -246,13 +247,17 @@ class AttemptPool:
                 self.running_count += size
                 if not self._waking:
                     self._wake_one()
+                limit = work[0].handler.max_size
                 if work[0].is_incomplete:
+                    limit = None
                     await self._attempt_incomplete(slot, work)
                 else:
                     await self._attempt(slot, work, now)
                 began_at, now = now, loop.time()
-                self._message_seconds += ((now - began_at) / size - self._message_seconds) * _WEIGHT
-                self.work_size = work[0].handler.max_size or 1
+                self._remembered_count += self._remembered_count < _REMEMBERED
+                self._message_seconds += ((now - began_at) / size - self._message_seconds) / self._remembered_count
+                # It grows with the batches that are found: those of a rare topic are small.
+                self.work_size = 1 if limit is None else min(limit, 2 * size + 1)
                 if self._measured is not None:
                     if not self._measured:
                         loop.call_later(_MEASURE_SECONDS, self._measure)

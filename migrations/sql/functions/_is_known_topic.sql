@@ -10,7 +10,7 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 SELECT EXISTS (SELECT FROM pgoutbox.key_head AS h WHERE h.scope = _is_known_topic.topic)
-    OR EXISTS (SELECT FROM pgoutbox.worker AS w WHERE _is_known_topic.topic = ANY (w.topics))
+    OR EXISTS (SELECT FROM pgoutbox.worker_view AS w WHERE _is_known_topic.topic = ANY (w.topics))
     OR EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.topic = _is_known_topic.topic)
     OR EXISTS (
         SELECT

@@ -12,7 +12,8 @@ CREATE TABLE pgoutbox.worker (
     version              text, -- Its version of pgoutbox.
     slots                integer, -- Its PGOUTBOX_CONCURRENCY: how many attempts it can have in flight.
     started_at           timestamptz      NOT NULL DEFAULT now(), -- When it started.
-    -- When it last reported, once a minute. Another worker deletes the row two weeks later.
+    -- When it last reported, once a minute. Another worker deletes the row two weeks later, or if it is not one of the
+    -- newest 1000.
     seen_at              timestamptz      NOT NULL DEFAULT now(),
     stopped_at           timestamptz, -- When it stopped. Null if it runs, was killed, or is such a run.
     ended_at             timestamptz, -- When the run ended. Null while a worker runs.

@@ -1,2 +1,2 @@
 -- This worker stops.
-UPDATE pgoutbox.worker SET stopped_at = now() WHERE name = %(worker)s::text
+UPDATE pgoutbox.worker SET stopped_at = now(), redirect_to = NULL WHERE name = %(worker)s::text

@@ -1,6 +1,6 @@
 """Presence: a worker reports that it runs, with its queues and topics, and warns about messages that nobody claims.
 
-Each worker writes its row of `pgoutbox.worker` with one statement a minute, and deletes it when it stops. The row of a
+Each worker writes its row of `pgoutbox.worker` with one statement a minute, and notes its stop there. The row of a
 worker that died is ignored after three minutes. The last run of `run_once` or `drain` leaves its row. Only people,
 warnings and the circuit breakers of the next run depend on these rows, never a claim.
 """

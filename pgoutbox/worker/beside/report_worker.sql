@@ -11,7 +11,8 @@ WITH reported AS (
     SET seen_at = now(),
         -- It has stopped, and begins again.
         started_at = CASE WHEN w.stopped_at IS NULL THEN w.started_at ELSE now() END,
-        stopped_at = NULL
+        stopped_at = NULL,
+        redirect_to = excluded.redirect_to
     RETURNING w.name
 ), gone AS (
     -- Deadlocks: a report first locks its own row. Then it skips the locked rows of others, and waits for none of them.
@@ -20,7 +21,21 @@ WITH reported AS (
         SELECT o.name
         FROM pgoutbox.worker AS o
         CROSS JOIN reported AS r
-        WHERE o.seen_at <= now() - interval '14 days' AND o.ended_at IS NULL AND o.name <> r.name
+        WHERE o.ended_at IS NULL
+            AND o.name <> r.name
+            AND (o.stopped_at IS NOT NULL OR o.seen_at <= now() - interval '3 minutes')
+            AND (
+                o.seen_at <= now() - interval '14 days'
+                -- More have stopped than anybody reads.
+                OR o.seen_at < (
+                    SELECT n.seen_at
+                    FROM pgoutbox.worker AS n
+                    WHERE n.ended_at IS NULL
+                    ORDER BY n.seen_at DESC
+                    OFFSET 999
+                    LIMIT 1
+                )
+            )
         ORDER BY o.name
         LIMIT 100
         FOR UPDATE OF o SKIP LOCKED

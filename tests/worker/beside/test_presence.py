@@ -127,6 +127,20 @@ async def test_starts_and_stops_can_be_read_for_two_weeks(
     assert names(db) == ["other"]
 
 
+async def test_of_many_stopped_workers_the_newest_can_be_read(
+    db: psycopg.Connection, reporter: Callable[..., Reporter]
+) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.worker (name, queues, topics, seen_at, stopped_at)"
+        " SELECT 'w' || n, '{}', '{}', now() - n * interval '1 s', now() FROM generate_series(1, 1050) AS n"
+    )
+    await reporter("other").warnings()
+    stopped = db.execute(
+        "SELECT count(*), max(now() - seen_at) < interval '1005 s' FROM pgoutbox.worker WHERE name <> 'other'"
+    )
+    assert stopped.fetchone() == (1000, True)
+
+
 @pytest.mark.slow
 async def test_a_worker_and_the_last_run_report_their_version_and_slots(dsn: str, db: psycopg.Connection) -> None:
     query = "SELECT version, slots, ended_at IS NOT NULL FROM pgoutbox.worker_view"
