@@ -124,7 +124,9 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
         return
     handlers = handlers_of(context.outbox, context.settings)
     rows = context.ask(sql.WAITING_TOPICS, _everywhere(context) | {"queues": MOST_QUEUES, "topics": _TOPICS})
-    waiting = {row["topic"]: _count_of(row) for row in rows if row["topic"] not in handlers}
+    waiting = {
+        row["topic"]: _count_of({"messages": row["waiting"], **row}) for row in rows if row["topic"] not in handlers
+    }
     worst = sorted(waiting, key=lambda topic: (-waiting[topic].messages, topic))
     for topic in worst[:_TOPICS_NAMED]:
         count = waiting[topic]

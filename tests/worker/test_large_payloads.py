@@ -237,6 +237,11 @@ async def test_a_message_whose_payload_the_database_does_not_give_is_snoozed(
     async def greet(message: Message, ctx: Context) -> None:
         assert message.payload == LARGE
 
+    @outbox.handler("fast")
+    async def fast(message: Message, ctx: Context) -> None:
+        pass
+
+    enqueue(db, "fast")  # After a fast message, both others are claimed at once.
     enqueue(db, "first")
     message_id = enqueue(db, payload=LARGE)
     async with running(Worker(outbox)):

@@ -1,5 +1,5 @@
--- The given queues, in this order. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an ordering key, and
--- those in flight. Each lane has its own index.
+-- The given queues, in this order. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an
+-- ordering key, and those in flight. Each lane has its own index.
 SELECT
     n.queue,
     counted.due,
