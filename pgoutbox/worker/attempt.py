@@ -45,7 +45,8 @@ class InFlight(dict[int, "Attempt"]):
         self.lost_at = -math.inf
         self.ended_claims: list[Claim] = []
         """Claims without an attempt in flight that still have a row in the database."""
-        self._lost: dict[int, Attempt] = {}
+        self.lost: dict[int, Attempt] = {}
+        """The last attempts that have handed their messages over, and were lost before that could be written."""
 
     def __setitem__(self, message_id: int, attempt: Attempt) -> None:
         if message_id in self:
@@ -73,13 +74,9 @@ class InFlight(dict[int, "Attempt"]):
     def note_lost(self, attempt: Attempt) -> None:
         """Remember an attempt that has handed its message over, and was lost before that could be written."""
         attempt.message = replace(attempt.message, payload=None, content=None)  # There may be many.
-        self._lost[attempt.message_id] = attempt
-        if len(self._lost) > _REMEMBERED:
-            del self._lost[next(iter(self._lost))]
-
-    def found_again(self, message_id: int) -> Attempt | None:
-        """Return the attempt of a message that is claimed again: it is in flight, or it was lost after a hand-over."""
-        return self.get(message_id) or self._lost.pop(message_id, None)
+        self.lost[attempt.message_id] = attempt
+        if len(self.lost) > _REMEMBERED:
+            del self.lost[next(iter(self.lost))]
 
     def forget(self, attempt: Attempt) -> None:
         """Forget an attempt. This process may have claimed its message again, after its lease ran out."""

@@ -91,9 +91,8 @@ class KernelAttempts:
         on_the_way += -on_the_way % work
         most = pool.capacity + batch - max(pool.open_count, self.unwritten_count - 2 * batch)
         room = min(free + ahead - pool.waiting_count, most) - on_the_way
-        if not pool.capacity or (room * 2 < ahead and (pool.waiting_count or not free)):
-            return 0
-        return max(0, min(batch, room, free + (ahead + 1) // 2))
+        half = -(-ahead // (2 * work)) * work
+        return max(0, min(batch, room, free + half)) if room * 2 >= ahead and pool.capacity else 0
 
     def _watch_waiting(self) -> None:
         """Leave messages to other workers that have waited for a slot for long."""

@@ -43,14 +43,16 @@ class LeaseKeeper:
         self._in_flight.stale_seconds = settings.lease_seconds / 2
         self._telemetry = run.telemetry
         self._link = run.store.new_connection("ensure lease", spare=self._spare)
-        self._stopping = asyncio.Event()  # Of the thread's event loop.
-        self._thread: tuple[threading.Thread, asyncio.AbstractEventLoop] | None = None
+        self._stopping = threading.Event()
+        self._stopped: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread. If it ends before `stop`, leases lapse, and the worker stops."""
-        loop, own_loop = asyncio.get_running_loop(), asyncio.new_event_loop()
+        loop = asyncio.get_running_loop()
 
         def note_end() -> None:
             self._ended.set()
@@ -61,25 +63,26 @@ class LeaseKeeper:
 
         def run() -> None:
             try:
-                with asyncio.Runner(loop_factory=lambda: own_loop) as runner:
+                with asyncio.Runner() as runner:
+                    runner.get_loop()
                     runner.run(self._keep())
             except BaseException as error:  # noqa: BLE001 - the run raises it
                 self._error = error
             with contextlib.suppress(RuntimeError):  # The event loop is closed, so no caller waits.
                 loop.call_soon_threadsafe(note_end)
 
-        thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
-        self._thread = thread, own_loop
-        thread.start()
+        self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
+        self._thread.start()
 
     async def stop(self) -> None:
         """End the thread and close both connections."""
-        if self._thread is not None:
-            thread, loop = self._thread
+        self._stopping.set()
+        if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # The thread has closed its event loop itself.
-                loop.call_soon_threadsafe(self._stopping.set)
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._thread is not None and self._thread.is_alive():
             await self._ended.wait()
-            thread.join()
+            self._thread.join()
         await self._link.close()
 
     async def ensure(self, attempt: Attempt) -> None:
@@ -105,10 +108,12 @@ class LeaseKeeper:
         backoff = Backoff(tick, 1.5 * tick)
         failing = False
         pause = tick
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._stopping.wait()
+                    await self._stopped.wait()
             pause = tick
             if self._in_flight:
                 self._stall_watch.check()

@@ -95,7 +95,9 @@ class Loader:
         Its lease had lapsed, or a failover has lost the commit of its first claim. One that has handed its message over
         is only written again.
         """
-        attempt = self._in_flight.found_again(row.id)
+        attempt = self._in_flight.get(row.id)
+        if attempt is None and self._in_flight.lost:
+            attempt = self._in_flight.lost.pop(row.id, None)
         if attempt is None:
             return False
         if not attempt.may_go_on(row.created_at, row.destination, row.attempt_count, row.max_attempts):

@@ -122,7 +122,7 @@ class AttemptPool:
         """Number of messages that no handler has taken yet."""
         self.running_count = 0
         """Number of messages in running handlers."""
-        self._message_seconds = 1.0  # The mean duration of the last messages. A new worker takes them for slow.
+        self._message_seconds = 0.0  # The mean duration of the last messages. A new worker takes them for fast.
         self._remembered_count = 0
         self.work_size = 1
         """How many messages a free slot is likely to take at once, judged by the last ones."""

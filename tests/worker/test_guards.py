@@ -841,7 +841,7 @@ async def two_late_reports_of_presence_do_not_deadlock(stage: Stage) -> None:
     stage.db.execute("CREATE TRIGGER stop BEFORE INSERT ON pgoutbox.worker FOR EACH ROW EXECUTE FUNCTION stop()")
     for worker in ("first", "second"):
         report_presence(stage.db, worker)
-    stage.db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour'")
+    stage.db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '15 days'")
     gate.execute("SELECT pg_advisory_lock(4711)")
     for connection, stops in ((first, "yes"), (second, "no")):
         connection.execute(
