@@ -47,7 +47,7 @@ _HASHES_AT_ONCE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """A person who may sign in, with a token or with a name and a password.
+    """A person who signs in by a token, or by a name and a password.
 
     `proof` is the SHA-256 of the token or of the password's hash. A session is bound to it and ends when it changes.
     """

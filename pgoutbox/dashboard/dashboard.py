@@ -98,7 +98,7 @@ class Dashboard:
         return [row.redacted(self.names_of(getattr(row, "topic", None))) for row in rows]
 
     async def fresh(self, name: str, load: Callable[[Connection], _T], *, seconds: float = _FRESH_SECONDS) -> _T:
-        """Return what `load` has read under this name so many seconds ago at most; one request at a time reads it."""
+        """Return what `load` has read under this name within these seconds. One request at a time reads it."""
         try:
             # One timeout for the wait and the query: if a query fails, waiting requests do not each wait in turn.
             with anyio.fail_after(ANSWER_SECONDS):
@@ -149,7 +149,7 @@ class Dashboard:
     def findings(
         self, connection: Connection, checks: Collection[str] | None = None, *, seconds: float = _FRESH_SECONDS
     ) -> list[Finding]:
-        """Return the findings of so many seconds ago at most, or those of now by these checks, by default all.
+        """Return the findings of the last seconds, or those of now by these checks, by default all.
 
         Their first sentences are redacted.
         """
@@ -162,7 +162,7 @@ class Dashboard:
         return self._kept("findings", seconds, load, keeps=checks is None)
 
     def ranked_queues(self, connection: Connection, *, seconds: float = _FRESH_SECONDS) -> list[RankedQueue]:
-        """Return the queues of so many seconds ago at most, late ones first: the parts of a page share them."""
+        """Return the queues as they were within these seconds, late ones first. The parts of a page share them."""
         return self._kept("ranked queues", seconds, lambda: reads.rank_queues(connection))
 
     def tabs(self, connection: Connection, which: MessageFilter | None = None) -> list[Tab]:
@@ -203,7 +203,7 @@ class Dashboard:
         return reads.queues(connection, names, reads.QUEUE_CAP) if len(names) <= reads.MAX_QUEUES else []
 
     def _kept(self, name: str, seconds: float, load: Callable[[], _T], *, keeps: bool = True) -> _T:
-        """Return what was loaded under this name so many seconds ago at most, or load it now."""
+        """Return what was loaded under this name within these seconds, or load it now."""
         asked_at = time.monotonic()
         read_at, found = self._known.get(name, (-math.inf, None))
         if asked_at - read_at > seconds:

@@ -124,9 +124,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
         return
     handlers = handlers_of(context.outbox, context.settings)
     rows = context.ask(sql.WAITING_TOPICS, _everywhere(context) | {"queues": MOST_QUEUES, "topics": _TOPICS})
-    waiting = {
-        row["topic"]: _count_of({"messages": row["waiting"], **row}) for row in rows if row["topic"] not in handlers
-    }
+    waiting = {row["topic"]: _count_of(row, "waiting") for row in rows if row["topic"] not in handlers}
     worst = sorted(waiting, key=lambda topic: (-waiting[topic].messages, topic))
     for topic in worst[:_TOPICS_NAMED]:
         count = waiting[topic]
@@ -592,8 +590,8 @@ def check_destinations(context: DoctorContext) -> Iterator[Finding]:
     yield ok("destinations-in-order", "all destinations of pending messages have a transport")
 
 
-def _count_of(row: DictRow) -> Count:
-    return Count(row["messages"], "at least" if row["is_capped"] else "exactly")
+def _count_of(row: DictRow, column: str = "messages") -> Count:
+    return Count(row[column], "at least" if row["is_capped"] else "exactly")
 
 
 def _quoted(context: DoctorContext, error: str | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -81,17 +82,17 @@ class KernelAttempts:
         pool, batch = self.pool, self._batch_size
         if len(self.refused) >= MANY_REFUSED or pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS:
             return 0
-        work = pool.work_size
-        free = pool.free_count * work
+        size = pool.work_size
+        free = pool.free_count * size
         if not free and elapsed_clock() - self._ended_at >= _LONG_WAIT_SECONDS:
             return 0  # They have become slow.
         # A slot takes its messages from one claim: a part that is claimed before the rest would be handled alone.
         ahead = min(batch, pool.turnover(_LONG_WAIT_SECONDS / 2))
-        ahead -= ahead % min(work, batch)
-        on_the_way += -on_the_way % work
+        ahead -= ahead % min(size, batch)
+        on_the_way += -on_the_way % size
         most = pool.capacity + batch - max(pool.open_count, self.unwritten_count - 2 * batch)
         room = min(free + ahead - pool.waiting_count, most) - on_the_way
-        half = -(-ahead // (2 * work)) * work
+        half = math.ceil(ahead / (2 * size)) * size
         return max(0, min(batch, room, free + half)) if room * 2 >= ahead and pool.capacity else 0
 
     def _watch_waiting(self) -> None:

@@ -238,6 +238,17 @@ def test_every_table_column_and_public_function_has_a_comment(rolled_back: psyco
     assert bare == []
 
 
+def test_every_body_of_a_function_is_valid(rolled_back: psycopg.Connection) -> None:
+    """The migration creates them without this check, because they call each other."""
+    rolled_back.execute("SET LOCAL check_function_bodies = on")
+    definitions = rolled_back.execute(
+        "SELECT pg_get_functiondef(p.oid) FROM pg_proc AS p WHERE p.pronamespace = 'pgoutbox'::regnamespace"
+    ).fetchall()
+    assert len(definitions) > 100
+    for (definition,) in definitions:
+        rolled_back.execute(definition.encode())
+
+
 def test_only_the_owner_calls_a_function_that_resolves_names_in_its_callers_path(
     rolled_back: psycopg.Connection,
 ) -> None:

@@ -22,7 +22,7 @@ from tests.support.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import turn, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -220,8 +220,7 @@ async def test_a_worker_that_is_stopped_during_its_claim_releases_the_messages(
     claimed = enqueue(db)
     await until_blocked(db, run)
     held.worker.stop()
-    for _ in range(20):  # The worker ends all that it can end without an answer of the server.
-        await asyncio.sleep(0)
+    await turn(20)  # The worker ends all that it can end without an answer of the server.
     db.execute("SELECT pg_advisory_unlock(1)")
     await run
     assert [row.state for row in rows_of(db, running, claimed)] == ["pending", "pending"]

@@ -21,5 +21,4 @@ SELECT
     NULL
 FROM pgoutbox.worker AS w
 -- The last run says nothing about the next one.
-WHERE w.redirect_to IS NOT NULL AND w.ended_at IS NULL AND w.stopped_at IS NULL
-    AND w.seen_at > now() - interval '3 minutes';
+WHERE w.redirect_to IS NOT NULL AND w.ended_at IS NULL AND w.seen_at > now() - interval '3 minutes';

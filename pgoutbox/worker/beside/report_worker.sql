@@ -8,11 +8,7 @@ WITH reported AS (
         %(slots)s::integer
     )
     ON CONFLICT ON CONSTRAINT worker_pkey DO UPDATE
-    SET seen_at = now(),
-        -- It has stopped, and begins again.
-        started_at = CASE WHEN w.stopped_at IS NULL THEN w.started_at ELSE now() END,
-        stopped_at = NULL,
-        redirect_to = excluded.redirect_to
+    SET seen_at = now()
     RETURNING w.name
 ), gone AS (
     -- Deadlocks: a report first locks its own row. Then it skips the locked rows of others, and waits for none of them.
