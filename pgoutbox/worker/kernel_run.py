@@ -113,7 +113,7 @@ class KernelAttempts:
 
     def may_probe(self) -> bool:
         """Return whether less than a quarter of the slots is occupied by probes."""
-        return self.breakers.probing_count * _PROBE_SHARE < self.pool.capacity
+        return len(self.breakers.grants) * _PROBE_SHARE < self.pool.capacity
 
     async def begin_probe(self, row: Row, overtaken: Set[int], claimed_at: float) -> None:
         """Begin the attempt of a claimed row that probes a breaker."""
@@ -149,7 +149,7 @@ class KernelAttempts:
             waiting.appendleft(self._refused_again.popleft())
         if waiting:
             self._run.note_ends()
-        while waiting and len(ended) < most:
+        for _ in range(min(len(waiting), most)):
             one = waiting.popleft()
             if one is self.in_flight.get(one.message_id):
                 ended.append(one)

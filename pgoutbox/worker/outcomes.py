@@ -58,8 +58,8 @@ class Outcomes:
 
     def collect(self, attempt: Attempt, outcome: Outcome) -> None:
         """Take over the end of an attempt."""
-        is_sent = attempt.is_written or isinstance(outcome, Sent)
-        self._breakers.end_grant(attempt.message_id, is_sent=is_sent)
+        if self._breakers.grants:
+            self._breakers.end_grant(attempt.message_id, is_sent=attempt.is_written or isinstance(outcome, Sent))
         if attempt.is_written:
             self.note_sent([attempt])
             if attempt.keys is not None:

@@ -58,7 +58,8 @@ class CircuitBreakers:
         self._bulkhead = Bulkhead(settings.concurrency, clock)
         self._no_bulkhead = Bulkhead(math.inf, clock)  # The send of a part has its slot in its transport's bulkhead.
         self._circuits: dict[str, _Circuit] = {}
-        self._grants: dict[int, Grant | None] = {}  # By message, until its attempt ends. None: it is used.
+        self.grants: dict[int, Grant | None] = {}
+        """The grants of probes by message, until its attempt ends. None: it is used."""
         self._rendering_topics: set[str] = set()
         self._is_stopping = False
         self._inherited: dict[str, dict[str, Any]] | None = None
@@ -80,18 +81,13 @@ class CircuitBreakers:
         """Believe a claim rather than what this process remembers: it left out the messages behind open breakers."""
         self._shared.note_claim()
 
-    @property
-    def probing_count(self) -> int:
-        """The number of attempts that have got a probe."""
-        return len(self._grants)
-
     def grant(self, message_id: int, grant: Grant) -> None:
         """Let a claimed message probe its breaker. Report the end of its attempt with `end_grant`."""
-        self._grants[message_id] = grant
+        self.grants[message_id] = grant
 
     def end_grant(self, message_id: int, *, is_sent: bool) -> None:
         """Report the end of any attempt. A probe that it has not used is given back."""
-        if self._grants and (grant := self._grants.pop(message_id, None)) is not None:
+        if (grant := self.grants.pop(message_id, None)) is not None:
             self._give_back(grant, is_freed=is_sent)
 
     def _give_back(self, grant: Grant, *, is_freed: bool) -> None:
@@ -114,7 +110,7 @@ class CircuitBreakers:
         return circuit is not None and (not circuit.breaker.is_closed or circuit.room.is_stalled)
 
     def _circuit_of(self, message: Message[object]) -> _Circuit | None:
-        if message.destination is None or message.topic not in self._rendering_topics or message.id in self._grants:
+        if message.destination is None or message.topic not in self._rendering_topics or message.id in self.grants:
             return None
         scheme = scheme_of(message.destination)
         key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
@@ -132,7 +128,7 @@ class CircuitBreakers:
             return _stalled(circuit) if circuit.room.is_stalled else None
         answer = await self._ask(circuit, message)
         if isinstance(answer, Grant):
-            self._grants[message.id] = answer
+            self.grants[message.id] = answer
             return None
         return answer
 
@@ -195,8 +191,8 @@ class CircuitBreakers:
         circuit = self._circuits.get(key) or self._add(key, is_part=is_part)
         room = circuit.room
         try:
-            if not is_part and self._grants and (grant := self._grants.get(message.id)) is not None:
-                self._grants[message.id] = None
+            if not is_part and self.grants and (grant := self.grants.get(message.id)) is not None:
+                self.grants[message.id] = None
                 if grant.breaker_key == key:
                     return await self._probe(circuit, grant.probe_id, message, call)
                 self._give_back(grant, is_freed=True)
