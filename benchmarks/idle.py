@@ -32,9 +32,14 @@ STATEMENTS: Mapping[str, LiteralString] = {
 }
 """The statements of the package by their names."""
 _SETTLING_SECONDS = 5.0
-# The listener's heartbeat does not belong to a queue. Neither does maintenance: one worker runs it
-# every five minutes on its own connection.
-_APART = {"LISTENER_HEARTBEAT": "heartbeat", "BEGIN_MAINTENANCE_IF_DUE": "maintenance"}
+# The listener's heartbeat and the report of a worker do not belong to a queue. Neither does maintenance: one worker
+# runs it every five minutes on its own connection.
+_APART = {
+    "HEARTBEAT": "heartbeat",
+    "REPORT_WORKER": "report",
+    "BEGIN_MAINTENANCE_IF_DUE": "maintenance",
+    "MAINTENANCE_SUCCEEDED": "maintenance",
+}
 _MAINTENANCE_APPLICATION = "pgoutbox maintenance"
 _MAINTENANCE = "maintenance, "
 _LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")
