@@ -327,7 +327,8 @@ class Run(Generic[E]):
             room = int(min(self._attempts.room(self.on_the_way), self.room_left))
             room = min(room, 1) if self._conflict_count > _STUBBORN_CONFLICTS else room
         lanes = self._wanted(now) if room > 0 else []
-        looks_again = bool(lanes) and now - self._lapsed_at >= _LAPSED_SECONDS
+        # Not beside a claim that a message waits for: with the ends of the last ones.
+        looks_again = bool(ended) and now - self._lapsed_at >= _LAPSED_SECONDS
         takes_lapsed = room > 0 and (self._is_lapsed_wanted or looks_again)
         probes = room > 0 and now >= max(self._probe_at, self._may_probe_at) and self._attempts.may_probe()
         if (takes_lapsed or probes) and room + takes_lapsed + probes > self.room_left:
