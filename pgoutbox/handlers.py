@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, TypedDict, TypeVar
 
@@ -18,6 +18,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
+from pgoutbox.text import describe
 
 C = TypeVar("C")
 
@@ -68,6 +69,8 @@ class Handler:
     transactional: bool = False
     permanent: Sequence[type[BaseException]] = ()
     payload: type[BaseModel] | None = None
+    version: int = 1
+    upgrade: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
     redact: tuple[str, ...] = ()
     unreadable_timeout_seconds: float = UNREADABLE_TIMEOUT_SECONDS
     is_async: bool = field(init=False)
@@ -95,24 +98,54 @@ class Handler:
         object.__setattr__(self, "permanent", tuple(self.permanent))
         object.__setattr__(self, "is_async", is_async(self.function))
 
+    @property
+    def handled(self) -> Sequence[str]:
+        """The names by which it claims messages: see the SQL function `_handled_as`."""
+        return [self.topic, *(f"{self.topic}@{version}" for version in range(2, self.version + 1))]
+
     def parse(self, message: Message[object]) -> Message[object]:
-        """Return the message with its payload as an instance of the topic's model.
+        """Return the message with its payload in the version of the topic, as an instance of its model.
 
         Raises `Postponed` if it does not fit: a worker with another version of the model may be able to read it.
         """
-        if self.payload is None:
+        payload = message.payload
+        if message.payload_version != self.version:
+            payload = self._upgraded(message)
+        elif self.payload is None:
             return message
+        if self.payload is None:
+            return replace(message, payload=payload)
         try:
-            payload = self.payload.model_validate(message.payload)
+            payload = self.payload.model_validate(payload)
         except ValidationError as error:
             places = ", ".join(
                 ".".join(("payload", *map(str, e["loc"]))) + f": {e['msg']}"
                 for e in error.errors(include_url=False, include_context=False, include_input=False)[:10]
             )
-            pause = _UNREADABLE_PAUSES.delay_seconds(message.attempt_count)
-            text = f"the payload does not fit the topic's model: {places}"
-            raise Postponed(pause, text, code=ReasonCode.UNREADABLE) from None
+            raise _unreadable(message, f"the payload does not fit the topic's model: {places}") from None
         return replace(message, payload=payload)
+
+    def _upgraded(self, message: Message[object]) -> object:
+        """Return the payload of an earlier version in the version of the topic."""
+        payload = message.payload
+        if message.payload_version > self.version:
+            raise _unreadable(
+                message, f"the payload has version {message.payload_version}, and the topic {self.version}"
+            )
+        for version in range(message.payload_version, self.version):
+            if version not in self.upgrade:
+                raise _unreadable(message, f"the payload has version {version}, and the topic no upgrade of it")
+            try:
+                payload = self.upgrade[version](payload)
+            except Exception as error:
+                text = f"the payload cannot be upgraded from version {version}: {describe(error)}"
+                raise _unreadable(message, text) from error
+        return payload
+
+
+def _unreadable(message: Message[object], text: str) -> Postponed:
+    pause = _UNREADABLE_PAUSES.delay_seconds(message.attempt_count)
+    return Postponed(pause, text, code=ReasonCode.UNREADABLE)
 
 
 def _is_between(value: object, low: float, high: float) -> bool:

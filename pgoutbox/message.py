@@ -77,7 +77,8 @@ class Message(Generic[P]):
     """One claimed message, as its handler sees it.
 
     `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
-    number of this attempt, from 1: it only grows. `content` is the shared content of a fan-out.
+    number of this attempt, from 1: it only grows. `payload_version` is that of the payload in the database, before its
+    upgrade. `content` is the shared content of a fan-out.
     All its messages in this process share one object: do not change it.
     """
 
@@ -94,6 +95,7 @@ class Message(Generic[P]):
     coalesce_key: str | None
     ordering_key: str | None = None
     content: JsonValue = None
+    payload_version: int = 1
 
     @property
     def idempotency_key(self) -> str:

@@ -8,12 +8,15 @@ needs only `include_name` of this module. The DDL is in `migrations/sql`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
+import random
 import re
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import psycopg
 from psycopg.errors import (
@@ -27,6 +30,7 @@ from psycopg.errors import (
 )
 
 from pgoutbox.database import connections, sql
+from pgoutbox.database.server import PACKAGE_VERSION
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.observability.events import LogEvent
 
@@ -36,14 +40,18 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from sqlalchemy import Connection
 
+T = TypeVar("T")
+
 _log = logging.getLogger("pgoutbox.migrate")
 
 SCHEMA = "pgoutbox"
 VERSION_TABLE = "alembic_version"
-DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
+DEFAULT_LOCK_TIMEOUT_SECONDS = 0.9
+DEFAULT_PATIENCE_SECONDS = 30.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
+_PAUSE_SECONDS = (0.2, 1.0)  # Between two tries, so that what waited behind the migration goes on.
 _OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
 # If another run has the lock for longer, it is reported.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
@@ -71,11 +79,17 @@ WHERE l.relation = to_regclass('pgoutbox.alembic_version')
 LIMIT 1
 """
 
+_NOTE_REVISION = "SELECT pgoutbox._note_revision(:number, :lowest_package, :applied_by, :digest)"
+
 _LOST_TO_ANOTHER_RUN = (
     LockNotAvailable, UniqueViolation, DuplicateSchema, DuplicateTable, UndefinedTable, InvalidSchemaName,
 )  # fmt: skip
 
 History = Literal["pgoutbox", "application"]
+
+
+class _LockedError(SchemaError):
+    """A lock of another transaction was waited for in vain: a later try may get it."""
 
 
 class SchemaState(NamedTuple):
@@ -95,6 +109,7 @@ def upgrade(
     *,
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     deployment: str | None = None,
 ) -> None:
     """Apply the revisions up to `revision` in one transaction. Do nothing if they are applied already.
@@ -103,41 +118,61 @@ def upgrade(
     that exists is changed by `pgoutbox adopt`, because its workers may have no name yet.
 
     `dsn` is any libpq connection string or URL. If another migration of this database is running, it reports that
-    through `report` and waits. It waits at most `lock_timeout_seconds` for any other lock, so that it never blocks the
-    application behind a long transaction. Then it raises `SchemaError` without any change; try again.
+    through `report` and waits. It waits at most `lock_timeout_seconds` for any other lock, because the application
+    waits behind it. Then it begins again, without any change, for `patience_seconds`, and in the end raises
+    `SchemaError`.
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
-    with _migration(dsn, report, lock_timeout_seconds, creates=True) as connection:
-        is_new = _revision_of(connection) is None
-        if is_new and _has_tables(connection):
-            raise SchemaError(
-                f"the tables in schema {SCHEMA} belong to another Alembic history; "
-                "run `alembic upgrade heads` in the application that created them"
-            )
-        _run_alembic("upgrade", _config(connection), revision)
-        if is_new and deployment is not None:
-            connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
-        if missing := _set_up_roles(connection):
-            (report or _log.info)(
-                f"roles are missing that you may not create: {', '.join(missing)}. "
-                f"Let a role that may create roles run `{create_roles_sql(missing)}`, "
-                "then run `pgoutbox migrate grants`"
-            )
+    tell = report or _log.info
+
+    def run() -> None:
+        with _migration(dsn, tell, lock_timeout_seconds, creates=True) as connection:
+            _upgrade(connection, revision, tell, deployment)
+
+    _patiently(run, patience_seconds, tell)
 
 
-def grants(dsn: str, *, lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS) -> list[str]:
+def _upgrade(connection: Connection, revision: str, report: Callable[[str], None], deployment: str | None) -> None:
+    is_new = _revision_of(connection) is None
+    if is_new and _has_tables(connection):
+        raise SchemaError(
+            f"the tables in schema {SCHEMA} belong to another Alembic history; "
+            "run `alembic upgrade heads` in the application that created them"
+        )
+    _require_same_files(connection)
+    _run_alembic("upgrade", _config(connection), revision)
+    if is_new and deployment is not None:
+        connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
+    if missing := _set_up_roles(connection):
+        report(
+            f"roles are missing that you may not create: {', '.join(missing)}. "
+            f"Let a role that may create roles run `{create_roles_sql(missing)}`, "
+            "then run `pgoutbox migrate grants`"
+        )
+
+
+def grants(
+    dsn: str,
+    *,
+    lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+) -> list[str]:
     """Create the missing roles of pgoutbox, and grant their privileges in this database.
 
     Run it as the owner of the schema. Idempotent. Returns the roles that are still missing because this role may not
     create roles: `create_roles_sql` returns the statements for a role that may. Raises `SchemaError` for a database
-    that is not migrated.
+    that is not migrated. It waits and gives up like `upgrade`.
     """
-    with _migration(dsn, None, lock_timeout_seconds) as connection:
-        missing = _set_up_roles(connection)
-        if missing is None:
-            raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
-        return missing
+
+    def run() -> list[str]:
+        with _migration(dsn, _log.info, lock_timeout_seconds) as connection:
+            missing = _set_up_roles(connection)
+            if missing is None:
+                raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
+            return missing
+
+    return _patiently(run, patience_seconds, _log.info)
 
 
 def create_roles_sql(missing: Collection[str]) -> str:
@@ -152,20 +187,27 @@ def downgrade(
     delete_messages: bool = False,
     report: Callable[[str], None] | None = None,
     lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
 ) -> None:
     """Revert the revisions after `revision` in one transaction; "base" reverts all and deletes all messages.
 
     It waits and gives up like `upgrade`. "base" also drops the schema, unless it contains your own objects. It raises
     `SchemaError` without any change while a worker runs, and without `delete_messages` if messages are not delivered.
     """
-    with _migration(dsn, report, lock_timeout_seconds) as connection:
-        if _revision_of(connection) is None:
-            return
-        connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
-        _run_alembic("downgrade", _config(connection), revision)
-        if _revision_of(connection) is None:
-            connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
-            _drop_schema_if_empty(connection)
+    tell = report or _log.info
+
+    def run() -> None:
+        with _migration(dsn, tell, lock_timeout_seconds) as connection:
+            if _revision_of(connection) is None:
+                return
+            _require_same_files(connection)
+            connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
+            _run_alembic("downgrade", _config(connection), revision)
+            if _revision_of(connection) is None:
+                connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
+                _drop_schema_if_empty(connection)
+
+    _patiently(run, patience_seconds, tell)
 
 
 def count_rows(dsn: str) -> dict[str, int]:
@@ -193,7 +235,8 @@ def state(dsn: str) -> SchemaState:
         if not _has_tables(connection):
             return SchemaState(None, None)
         # The version table of an application does not name this revision if one of its own depends on it.
-        return SchemaState(f"pgoutbox_{connection.exec_driver_sql(sql.SCHEMA_VERSION).scalar():04}", "application")
+        numbers = [number for number, _, _ in _applied(connection)]
+        return SchemaState(f"pgoutbox_{max(numbers, default=0):04}", "application")
 
 
 def deployment_of(dsn: str) -> str | None:
@@ -223,6 +266,31 @@ def upgrade_sql(revision: str = "head") -> str:
     script = io.StringIO()
     _run_alembic("upgrade", _config(output=script), revision, sql=True)
     return script.getvalue()
+
+
+def digest_of(number: int) -> str | None:
+    """Return the digest of the SQL files of a revision in this package, None if it does not have the revision."""
+    folder = _MIGRATIONS / ("sql" if number == 1 else f"sql_{number:04}")
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.sql")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.read_text(encoding='utf-8')}\0".encode())
+    return digest.hexdigest() if folder.is_dir() else None
+
+
+def note_revision(number: int, *, lowest_package: str) -> str:
+    """Return the last statement of a revision: it records that it is applied, and the packages that it works with.
+
+    It fails while workers run whose package is lower than `lowest_package`. Later sessions of such a package are
+    refused. So a revision that breaks the statements of an earlier package names the first one that it does not break.
+    """
+    from sqlalchemy import text
+    from sqlalchemy.dialects import postgresql
+
+    statement = text(_NOTE_REVISION).bindparams(
+        number=number, lowest_package=lowest_package, applied_by=PACKAGE_VERSION, digest=digest_of(number)
+    )
+    # With its values, for the script of `--sql` too.
+    return str(statement.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True}))
 
 
 def version_location() -> str:
@@ -261,14 +329,29 @@ def include_name(name: str | None, type_: str, parent_names: object) -> bool:  #
     return not (type_ == "schema" and name == SCHEMA)
 
 
+def _patiently(run: Callable[[], T], seconds: float, report: Callable[[str], None]) -> T:
+    """Run a migration again while another transaction has a lock that it needs, for so long."""
+    until, is_reported = time.monotonic() + seconds, False
+    while True:
+        try:
+            return run()
+        except _LockedError:
+            if time.monotonic() >= until:
+                raise
+            if not is_reported:
+                report("another transaction has a lock that the migration needs; trying again and again")
+                is_reported = True
+            time.sleep(random.uniform(*_PAUSE_SECONDS))
+
+
 @contextlib.contextmanager
 def _migration(
-    dsn: str, report: Callable[[str], None] | None, lock_timeout_seconds: float, *, creates: bool = False
+    dsn: str, report: Callable[[str], None], lock_timeout_seconds: float, *, creates: bool = False
 ) -> Iterator[Connection]:
     """Open the transaction of a run, with the lock that excludes other runs until its end."""
     with _transaction(dsn) as connection:
         _require_server_version(connection)
-        _lock_out_other_migrations(connection, report or _log.info, creates=creates)
+        _lock_out_other_migrations(connection, report, creates=creates)
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
         with _alembic_state:
             yield connection
@@ -300,7 +383,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
             yield connection
     except DBAPIError as error:
         if isinstance(error.orig, LockNotAvailable):
-            raise SchemaError(
+            raise _LockedError(
                 "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
                 "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
             ) from error
@@ -359,6 +442,28 @@ def _revision_of(connection: Connection) -> str | None:
 
     options = {"version_table": VERSION_TABLE, "version_table_schema": SCHEMA}
     return MigrationContext.configure(connection, opts=options).get_current_revision()
+
+
+def _applied(connection: Connection) -> list[tuple[int, str, str]]:
+    """Return the number, digest and package of each applied revision. A schema of an unreleased version has none."""
+    if not _has_table(connection, "revision"):
+        return []
+    return [(number, digest, package) for number, digest, package in connection.exec_driver_sql(sql.APPLIED_REVISIONS)]
+
+
+def _require_same_files(connection: Connection) -> None:
+    """Raise `SchemaError` if this package has other files for a revision that is applied, so that objects differ."""
+    applied = _applied(connection)
+    differing = [(number, package) for number, digest, package in applied if digest_of(number) not in (None, digest)]
+    if not applied and _has_tables(connection):
+        differing = [(1, "an unreleased version")]
+    for number, package in differing:
+        raise SchemaError(
+            f"revision pgoutbox_{number:04} of this database was applied by pgoutbox {package} from other files than "
+            f"those of this package ({PACKAGE_VERSION}); nothing was changed. Install the package that applied it. "
+            "Only unreleased versions differ: if no message matters, delete them all by DROP SCHEMA pgoutbox CASCADE, "
+            "and run `pgoutbox migrate` again"
+        )
 
 
 def _set_up_roles(connection: Connection) -> list[str] | None:

@@ -29,6 +29,7 @@ MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64
 MAX_HEADER_BYTES: Final = 65_536
 MAX_ATTEMPTS_BOUND: Final = 10_000
+MAX_VERSION: Final = 32_767
 MAX_DELAY: Final = timedelta(days=3_650)
 SECRETS: Final = (Secret, SecretStr, SecretBytes)
 NO_SECRETS: Final = (
@@ -238,7 +239,15 @@ def if_given(check: Callable[[str, object], V], field: str, value: object) -> V 
     return None if value is None else check(field, value)
 
 
-# The options and their checks, by their names in the type `pgoutbox.draft`. Only a topic has `expires_after`.
+def check_version(field: str, value: object) -> int:
+    """Return the version of a payload."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_VERSION:
+        raise ArgumentError(field, f"must be a whole number from 1 to {MAX_VERSION}, not {preview(value)}")
+    return value
+
+
+# The options and their checks, by their names in the type `pgoutbox.draft`. Only a topic has `expires_after` and
+# `payload_version`.
 OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "queue": check_name,
     "destination": check_destination,
@@ -255,6 +264,7 @@ OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "expires_after": check_delay,
     "max_attempts": check_max_attempts,
     "headers": check_headers,
+    "payload_version": check_version,
 }
 # An option, and the one that it needs.
 _TOGETHER: Final = (("halts_key", "ordering_key"), ("max_delay", "coalesce_key"), ("on_duplicate", "dedupe_key"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, overload
@@ -229,6 +230,7 @@ class Outbox:
             hook_topic = self._topic_of_hook(definition)
             self._decorator("on_failed", hook_topic, options)(function)
             self._hooks[definition.name] = hook_topic.name
+            self._hooks.update(zip(definition.aliases, hook_topic.aliases, strict=True))
             return function
 
         return register
@@ -247,7 +249,8 @@ class Outbox:
                 f"on_failed: topic {name!r}: its hook's topic {name + _FAILED!r} would have more than "
                 f"{MAX_NAME_LENGTH} characters; shorten the topic to {MAX_NAME_LENGTH - len(_FAILED)}"
             )
-        return Topic(name + _FAILED, payload=Failure, redact=failing.redact)
+        aliases = tuple(alias + _FAILED for alias in failing.aliases)
+        return Topic(name + _FAILED, payload=Failure, redact=failing.redact, aliases=aliases)
 
     def _decorator(
         self,
@@ -264,25 +267,29 @@ class Outbox:
 
         def register(function: F) -> F:
             topic_name = name_of(topic)
-            if topic_name in self._handlers:
-                raise ConfigurationError(f"topic {topic_name!r} has a handler already")
             definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
             if definition.retry is not None and retry is not None:
                 raise ConfigurationError(
                     f"handler of topic {topic_name!r}: retry: belongs to the definition of the topic"
                 )
-            self._handlers[topic_name] = Handler(
+            handler = Handler(
                 topic_name,
                 function,
                 retry=retry or definition.retry or RetryPolicy(),
                 timeout_seconds=timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
                 payload=definition.payload,
+                version=definition.version,
+                upgrade=definition.upgrade,
                 redact=definition.redact,
                 unreadable_timeout_seconds=seconds_of(definition.unreadable_timeout),
                 max_size=max_size,
                 is_batch=is_batch,
                 **others,
             )
+            for known_as in (topic_name, *definition.aliases):
+                if known_as in self._handlers:
+                    raise ConfigurationError(f"topic {known_as!r} has a handler already")
+                self._handlers[known_as] = replace(handler, topic=known_as)
             return function
 
         return register

@@ -25,9 +25,11 @@ from pgoutbox.options import (
     check_model,
     check_name,
     check_redact,
+    check_version,
     if_given,
 )
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
+from pgoutbox.text import preview
 
 ALERT_TOPIC: Final = "pgoutbox.alert"
 _OF_MESSAGES: Final = frozenset(MessageOptions.__annotations__)
@@ -48,6 +50,9 @@ class Topic(Generic[P]):
     `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`. A
     message whose payload does not fit the model of a worker waits for another worker, and fails after
     `unreadable_timeout` and ten attempts.
+    A change of the payload that workers with the former code cannot read has another `version`: they leave such
+    messages alone. `upgrade` brings a payload of an earlier version, as the JSON value that was enqueued, to the next
+    one: `{1: to_version_2}`. `aliases` are former names of the topic, whose messages its handler gets too.
     Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
@@ -77,9 +82,15 @@ class Topic(Generic[P]):
     encrypted: bool = False
     redact: tuple[str, ...] = ()
     unreadable_timeout: Duration = UNREADABLE_TIMEOUT_SECONDS
+    version: int = 1
+    upgrade: Mapping[int, Callable[[Any], Any]] = dataclass_field(default_factory=dict, hash=False)
+    aliases: tuple[str, ...] = ()
+    payload_version: int | None = dataclass_field(init=False, repr=False, compare=False)
     has_options: bool = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # The default of the database needs no option.
+        object.__setattr__(self, "payload_version", None if self.version == 1 else self.version)
         given = {name: value for name in OPTIONS if (value := getattr(self, name, None)) is not None}
         object.__setattr__(self, "has_options", bool(given or self.retry))
         try:
@@ -87,9 +98,27 @@ class Topic(Generic[P]):
             check_delay("unreadable_timeout", self.unreadable_timeout)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
+            check_version("version", self.version)
+            self._check_upgrades()
+            for place, alias in enumerate(self.aliases):
+                check_name(f"aliases[{place}]", alias)
             check_defined(given)
         except ArgumentError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
+
+    def _check_upgrades(self) -> None:
+        for version, function in self.upgrade.items():
+            if version not in range(1, self.version):
+                raise ArgumentError(
+                    f"upgrade[{version!r}]", f"must be for an earlier version than the topic's, which is {self.version}"
+                )
+            if not callable(function):
+                raise ArgumentError(
+                    f"upgrade[{version}]", f"must be a function of the payload, not {preview(function)}"
+                )
+        for version in range(min(self.upgrade, default=self.version), self.version):
+            if version not in self.upgrade:
+                raise ArgumentError("upgrade", f"has no function for version {version}")
 
 
 def name_of(topic: str | Topic[Any]) -> str:

@@ -27,6 +27,7 @@ from pytest_postgresql.janitor import DatabaseJanitor
 from pgoutbox import Outbox, migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError
+from tests.support import later_schema
 from tests.support.missing import server_missing
 from tests.support.outbox_actions import settings_for
 from tests.support.pooler import pooled
@@ -199,8 +200,8 @@ def template_of_today(server: Server) -> Iterator[Callable[[], str]]:
                 maintenance_dbname=server.maintenance_dbname,
             )
             database = str(stack.enter_context(janitor).dbname)
-            migrate.upgrade(server.dsn_for(database))
             with psycopg.connect(server.dsn_for(database)) as connection:
+                later_schema.upgrade(server.dsn_for(database), connection)
                 connection.execute("UPDATE pgoutbox.home SET database_id = NULL")  # Its copies may send.
             return database
 

@@ -226,7 +226,7 @@ def sql_functions() -> str:
 
 
 # Only workers and migrations call these.
-_FOR_WORKERS: Final = frozenset({"next_permit_at", "schema_version"})
+_FOR_WORKERS: Final = frozenset({"next_permit_at"})
 
 
 def sql_rules() -> str:

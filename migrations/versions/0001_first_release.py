@@ -2,8 +2,8 @@
 
 Each file has one object. Its first paragraph is the COMMENT of the object, and the comment behind or above a column is
 that of the column. The name of a private function begins with an underscore. All grants are in
-`roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision adds
-a folder of its own for the objects that it adds or replaces.
+`roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision has a
+folder of its own, such as `migrations/sql_0002`, for the objects that it adds or replaces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alembic.util import CommandError
 from sqlalchemy import DDL, column, table
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.migrate import SCHEMA, check_revisions
+from pgoutbox.migrate import SCHEMA, check_revisions, note_revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +125,7 @@ def upgrade() -> None:
     for statement in (*statements(ORDER), *comments()):
         run(statement)
     run("SET LOCAL check_function_bodies = on")
+    run(note_revision(1, lowest_package="0.1"))
 
 
 def downgrade() -> None:

@@ -56,7 +56,7 @@ _ROLES: Final = (
         r"message\w*|maintenance_run|worker|content|key_head|permits|\w+_partition",
         "pgoutbox_worker",
     ),
-    (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
+    (r"pgoutbox|require_package", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
 )
 
 

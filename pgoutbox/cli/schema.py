@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pgoutbox import migrate as migrations
+from pgoutbox import migration_plan
 from pgoutbox.cli.console import FAILED, print_note
 from pgoutbox.cli.options import Options, Yes, command, expanded, open_operator, read_settings
 from pgoutbox.cli.program import app, confirm, interruptible
@@ -29,6 +30,10 @@ app.add_typer(migrate_app, name="migrate")
 def migrate(
     *,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL script instead of running it.")] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Show the locks on existing tables, with sizes and times, and change nothing."),
+    ] = False,
     deployment: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +48,7 @@ def migrate(
     """Create or upgrade the schema pgoutbox.
 
     Uses one transaction. Changes nothing if the schema is up to date. On a terminal, it asks for the name of a new
-    schema's deployment.
+    schema's deployment. --plan estimates the time of a statement that reads a whole table.
     """
     options.context.obj = options.dsn
     if options.context.invoked_subcommand is not None:
@@ -53,6 +58,9 @@ def migrate(
         return
     settings = read_settings(options.dsn, deployment=deployment)
     target = settings.require_dsn()
+    if plan:
+        _print_plan(target, options)
+        return
     with interruptible("nothing was changed; run `pgoutbox migrate` again"):
         before = migrations.current(target)
         if before is None and settings.deployment is None and sys.stdin.isatty() and not options.as_json:
@@ -120,6 +128,18 @@ def grants(options: Options) -> None:
     options.print({"missing": missing, "sql": sql}, text)
     if missing:
         raise typer.Exit(FAILED)
+
+
+def _print_plan(target: str, options: Options) -> None:
+    before, newest = migrations.current(target), migrations.head()
+    steps = migration_plan.plan(target)
+    if not steps and not options.as_json:
+        change = "up to date" if before == newest else f"{before or 'base'} -> {newest}, no lock on an existing table"
+        options.print({}, f"schema pgoutbox: {change}")
+        return
+    if not options.as_json:
+        print_note(f"{before or 'base'} -> {newest}, in one transaction: each lock lasts until its end")
+    options.print_rows(("relation", "lock", "size_bytes", "seconds", "statement"), steps)
 
 
 def _print_revision(before: str | None, after: str | None, options: Options) -> None:

@@ -21,6 +21,7 @@ from psycopg.rows import TupleRow
 from pgoutbox.dashboard.credentials import Viewer
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.connections import break_socket
+from pgoutbox.database.server import OldPackageError
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
 from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings
@@ -161,6 +162,8 @@ def _run_safely(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
         raise UnavailableError("another transaction holds a lock; try again") from None
     except (psycopg.OperationalError, psycopg.InterfaceError):
         raise UnavailableError("the database cannot be reached") from None
+    except OldPackageError as error:
+        raise UnavailableError(str(error)) from None
     except SchemaError:
         raise UnavailableError("the schema pgoutbox is missing or too old: run `pgoutbox migrate`") from None
     except ConfigurationError:

@@ -13,7 +13,7 @@ from psycopg.errors import DeadlockDetected, SerializationFailure
 from psycopg.rows import TupleRow
 
 from pgoutbox.database import connections, sql
-from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
+from pgoutbox.database.server import PACKAGE_VERSION, ServerFacts, judge_schema, judge_server, refusals
 from pgoutbox.settings import Settings
 
 _TRIALS: Final = 5
@@ -59,7 +59,8 @@ def open_connection(
     try:
         with watching(connection):
             judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
-            ((found,),) = connection.execute(sql.SCHEMA_VERSION)
+            with refusals():
+                ((found,),) = connection.execute(sql.SCHEMA_VERSION, {"package": PACKAGE_VERSION})
             judge_schema(found)
     except BaseException:
         connection.close()

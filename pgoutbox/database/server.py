@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Final, NamedTuple
+
+import psycopg
 
 from pgoutbox.errors import ConfigurationError, NotReadyError, SchemaError
 
@@ -13,9 +18,22 @@ _TLS_REFUSAL: Final = re.compile(
     r"failed: (?!connection to )"
     r"(?:.*(?:certificate|private key file)|server does not support SSL|SSL error: (?!unexpected eof))"
 )
+PACKAGE_VERSION: Final = version("pgoutbox")
 MINIMUM_SERVER_VERSION: Final = 150_000
 REQUIRED_SCHEMA_VERSION: Final = 1
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
+
+
+class CopyError(SchemaError, psycopg.OperationalError):
+    """The database is a copy: the schema belongs to another one. It is transient, because an operator may adopt it."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"workers send nothing from this database: {problem}. To send from it, run: pgoutbox adopt")
+
+
+class OldPackageError(SchemaError, psycopg.DatabaseError):
+    """The schema needs a later version of the package."""
 
 
 class ServerFacts(NamedTuple):
@@ -48,6 +66,22 @@ def judge_schema(version: int) -> None:
         raise SchemaError(
             f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
         )
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raise the schema's refusal of a session as `CopyError` or `OldPackageError`."""
+    try:
+        yield
+    except psycopg.Error as error:
+        message = str(error.diag.message_primary)
+        match error.sqlstate:
+            case "OB001":  # Of pgoutbox._require_home.
+                raise CopyError(message) from error
+            case "OB004":  # Of pgoutbox._require_package.
+                raise OldPackageError(f"{message}; install it: pip install -U pgoutbox") from error
+            case _:
+                raise
 
 
 def is_tls_refusal(message: str) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pgoutbox.database import sql
 from pgoutbox.database.round_trip import Step
-from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
+from pgoutbox.database.server import PACKAGE_VERSION, ServerFacts, judge_schema, judge_server, refusals
 from pgoutbox.database.worker_connection import WorkerConnection, connect
 from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, FencingToken
@@ -55,6 +55,7 @@ class ClaimedRow(NamedTuple):
     """The name of the sessions that the previous attempt may have shared, if it was lost: see `name_shared_session`."""
     lane: int = 0
     """Where the kernel has found it: fresh messages (0), retries (1), known ordering keys (2), all of them (3)."""
+    payload_version: int = 1
 
 
 class DueRow(NamedTuple):
@@ -197,7 +198,7 @@ def name_shared_session(worker: str, claimed_at: datetime) -> str:
 
 
 async def check_server(settings: Settings) -> None:
-    """Refuse an old server, a standby, a database without the schema, and an old schema.
+    """Refuse an old server, a standby, a database without the schema, an old schema, and an old package.
 
     On a connection of its own: the session of a worker cannot be prepared without the schema.
     """
@@ -205,7 +206,9 @@ async def check_server(settings: Settings) -> None:
     async with connection:
         (facts,) = await (await connection.execute(sql.SERVER_FACTS, prepare=False)).fetchall()
         judge_server(ServerFacts._make(facts), writes=True)
-        ((found,),) = await (await connection.execute(sql.SCHEMA_VERSION, prepare=False)).fetchall()
+        with refusals():
+            cursor = await connection.execute(sql.SCHEMA_VERSION, {"package": PACKAGE_VERSION}, prepare=False)
+        ((found,),) = await cursor.fetchall()
         judge_schema(found)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Final, LiteralString, TypeVar
 
 import psycopg
@@ -20,8 +20,8 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import connections, sql
 from pgoutbox.database.round_trip import Pipeline, Step
-from pgoutbox.database.server import is_tls_refusal
-from pgoutbox.errors import ConfigurationError, SchemaError
+from pgoutbox.database.server import PACKAGE_VERSION, CopyError, is_tls_refusal, refusals
+from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings
 from pgoutbox.text import one_line
 
@@ -34,7 +34,6 @@ _POOLER_TRIALS: Final = 3
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
-_NOT_HOME: Final = "OB001"  # Of pgoutbox._require_home.
 # A server is full, or a standby that target_session_attrs refuses: until it is promoted, a failover leaves no other.
 _PASSING_REFUSALS: Final = (
     "too many clients",
@@ -48,14 +47,6 @@ _PASSING_REFUSALS: Final = (
 
 class StrandedError(psycopg.OperationalError):
     """An abandoned statement still runs on the server: repeating it would only add load."""
-
-
-class CopyError(SchemaError, psycopg.OperationalError):
-    """The database is a copy: the schema belongs to another one. It is transient, because an operator may adopt it."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-        super().__init__(f"workers send nothing from this database: {problem}. To send from it, run: pgoutbox adopt")
 
 
 class WorkerConnection:
@@ -124,7 +115,7 @@ class WorkerConnection:
         # A transaction pooler gives each transaction another server session, so the settings come along.
         prepare = (sql.PREPARE_TRANSACTION, session_parameters(self._settings))
         try:
-            with refusing_copies():
+            with refusals():
                 return (await self._trips.fetch([(sql.BEGIN, {}), prepare, *steps, (sql.COMMIT, {})]))[2:-1]
         except psycopg.Error:
             if self.is_open:
@@ -228,7 +219,8 @@ async def open_session(
     """Open a session of a worker. A direct one is prepared by `prepare`, or as those of the worker's own statements.
 
     Also return whether a pooler was told or detected, so that each transaction may have another session of the server.
-    Raises `CopyError` for a direct session in a copy of the database. Behind a pooler each transaction must ask.
+    Raises `CopyError` for a direct session in a copy of the database, and `OldPackageError` for a package that is too
+    old for the schema. Behind a pooler each transaction must ask.
     """
     connection, is_direct = await connect(dsn, settings, purpose=purpose, kind=kind)
     is_pooled = settings.pooled or not is_direct
@@ -288,26 +280,15 @@ async def prepare_session(
 ) -> None:
     """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure.
 
-    Raises `CopyError` in a copy of the database.
+    Raises `CopyError` in a copy of the database, and `OldPackageError` for a package that is too old for the schema.
     """
     if prepare is None:
         connection.prepare_threshold = 1
     try:
-        with refusing_copies():
+        with refusals():
             await connection.execute(prepare or sql.PREPARE_SESSION, session_parameters(settings), prepare=False)
     except BaseException:
         await connection.close()
-        raise
-
-
-@contextlib.contextmanager
-def refusing_copies() -> Iterator[None]:
-    """Raise the schema's refusal of a copy as `CopyError`."""
-    try:
-        yield
-    except psycopg.Error as error:
-        if error.sqlstate == _NOT_HOME:
-            raise CopyError(str(error.diag.message_primary)) from error
         raise
 
 
@@ -315,6 +296,7 @@ def session_parameters(settings: Settings) -> dict[str, object]:
     """Return the parameters of the statements that prepare a session or a transaction."""
     return {
         "deployment": settings.deployment,
+        "package": PACKAGE_VERSION,
         "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
         "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
         "transaction_timeout": f"{int(_deadline_of(settings) * 1000)}ms",

@@ -10,8 +10,15 @@ import psycopg
 from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
-from pgoutbox.database.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
-from pgoutbox.database.worker_connection import CopyError, refusing_copies
+from pgoutbox.database.server import (
+    MIGRATE_HINT,
+    MINIMUM_SERVER_VERSION,
+    PACKAGE_VERSION,
+    CopyError,
+    OldPackageError,
+    judge_schema,
+    refusals,
+)
 from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import (
     HOW_TO,
@@ -25,6 +32,7 @@ from pgoutbox.doctor.findings import (
     warning,
 )
 from pgoutbox.errors import SchemaError
+from pgoutbox.migrate import digest_of
 from pgoutbox.text import one_line, pluralize
 from pgoutbox.transports.registry import is_configured
 
@@ -81,9 +89,15 @@ def check_schema(context: DoctorContext) -> Iterator[Finding]:
             f"grant it a role, for example: GRANT pgoutbox_worker TO {facts['role']}; see {HOW_TO}/roles.html",
         )
         return
-    ((version,),) = (row.values() for row in context.ask(sql.SCHEMA_VERSION))
     try:
+        with refusals():
+            ((version,),) = (row.values() for row in context.ask(sql.SCHEMA_VERSION, {"package": PACKAGE_VERSION}))
         judge_schema(version)
+    except OldPackageError as error:
+        yield problem(
+            "package-too-old", str(error), "workers and commands of it are refused", "pip install -U pgoutbox"
+        )
+        return
     except SchemaError as error:
         yield problem("schema-version-differs", str(error), "workers and commands refuse it", MIGRATE_HINT)
         return
@@ -94,6 +108,17 @@ def check_schema(context: DoctorContext) -> Iterator[Finding]:
             "every statement that uses it fails, and `pgoutbox migrate` does not recreate it",
             "restore it from a backup; or, if no message is pending, run: "
             "pgoutbox migrate downgrade base; pgoutbox migrate",
+        )
+    elif differing := [
+        f"pgoutbox_{row['number']:04} by pgoutbox {row['applied_by']}"
+        for row in context.ask(sql.APPLIED_REVISIONS)
+        if digest_of(row["number"]) not in (None, row["digest"])
+    ]:
+        yield problem(
+            "revision-differs",
+            f"{join_names(differing)}: applied from other files than those of this package ({PACKAGE_VERSION})",
+            "statements may expect other columns or functions",
+            "install the package that applied it",
         )
     else:
         yield ok("schema-in-order", f"the schema has version {version}")
@@ -139,8 +164,8 @@ def check_copy(context: DoctorContext) -> Iterator[Finding]:
     """Check that the schema belongs to this database and this deployment."""
     deployment = context.settings.deployment
     try:
-        with refusing_copies():
-            context.ask(sql.REQUIRE_HOME, {"deployment": deployment})
+        with refusals():
+            context.ask(sql.REQUIRE_HOME, {"deployment": deployment, "package": PACKAGE_VERSION})
     except CopyError as error:
         yield problem(
             "database-is-copy",

@@ -367,6 +367,8 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             return StateError(message)
         case Answer(sqlstate="55000", schema="pgoutbox", message=message):
             return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
+        case Answer(sqlstate="OB004", message=message):  # Of a function that a later schema keeps for earlier packages.
+            return SchemaError(message)
         case Answer(sqlstate="42883" | "42P01" | "3F000", message=message):
             return missing_object(message)
         case _:

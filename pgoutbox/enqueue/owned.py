@@ -118,8 +118,8 @@ def opened(text: str | bytes, router: Router) -> OwnedMessage:
 
 def content_of(
     found: OwnedMessage, owner: str, payload: object, destination: str | None, route: Route
-) -> tuple[str, str | None, str | None]:
-    """Return the payload as JSON text, the destination to set, and the one for which the payload is encrypted."""
+) -> tuple[str, str | None, str | None, int]:
+    """Return the payload as JSON text, the destination to set, that for which it is encrypted, and its version."""
     topic = route.topic
     # An encrypted payload is bound to the keys and the destination of its message.
     fixed = {name: getattr(found, name) for name in KEYS} | {"owner": owner}
@@ -136,4 +136,5 @@ def content_of(
     destination = draft.options.get("destination")
     if destination is None and found.destination is not None and not keeps_destination:
         raise ArgumentError("payload", f"gives message {found.id} no destination; cancel it and enqueue a new one")
-    return draft.payload, None if keeps_destination else destination, destination
+    version = draft.options.get("payload_version", 1)
+    return draft.payload, None if keeps_destination else destination, destination, version

@@ -381,15 +381,15 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
             search = search_of(owner, check_id("message_id", message_id), None, tuple(State), None, 1)
             if_given(check_destination, "destination", destination)
             await self._begin(require_transaction=require_transaction)
-            content: tuple[str | None, ...] = (None, None, None)
+            content: tuple[str | int | None, ...] = (None, None, None, None)
             if payload is not None:
                 found = await self._find(sql.FIND, *search)
                 if not found:
                     return EditResult.MISSING
                 route = self._router.route(found[0].topic, serializer)
                 content = content_of(found[0], owner, payload, destination, route)
-            text, new_destination, sealed_for = content
-            change = (message_id, owner, text, new_destination, *due_time, sealed_for)
+            text, new_destination, sealed_for, version = content
+            change = (message_id, owner, text, new_destination, *due_time, sealed_for, version)
             ((result,),) = await self._adapter.fetch(sql.EDIT, *change)
             return EditResult(text_of(result))
 

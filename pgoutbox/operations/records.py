@@ -271,6 +271,7 @@ class ShownMessage(NamedTuple):
 
     id: int
     topic: str
+    payload_version: int
     queue: str
     destination: str | None
     state: State

@@ -137,6 +137,7 @@ class _DirectSend:
             available_at=now,
             coalesce_key=draft.options.get("coalesce_key"),
             ordering_key=draft.options.get("ordering_key"),
+            payload_version=draft.options.get("payload_version", 1),
             content=read_json(content),
         )
         self._payload_json = draft.payload

@@ -142,6 +142,7 @@ class Loader:
             row.coalesce_key,
             row.ordering_key,
             content,
+            row.payload_version,
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)

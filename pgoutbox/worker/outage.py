@@ -14,8 +14,8 @@ from typing import Final
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.database.server import missing_object
-from pgoutbox.database.worker_connection import CopyError, is_transient_error, kind_of
+from pgoutbox.database.server import CopyError, missing_object
+from pgoutbox.database.worker_connection import is_transient_error, kind_of
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.backoff import Backoff
 

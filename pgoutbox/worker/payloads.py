@@ -55,6 +55,7 @@ class SampledPayload(NamedTuple):
     coalesce_key: str | None
     ordering_key: str | None
     payload: str
+    payload_version: int = 1
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Unreadable:
 
 def sample_parameters(handlers: Mapping[str, Handler], *, served: Sequence[str] | None) -> dict[str, object]:
     """Return the parameters of PENDING_PAYLOADS for the topics with a model, in the `served` queues or in all."""
-    topics = sorted(topic for topic, handler in handlers.items() if handler.payload is not None)
+    topics = sorted(topic for topic, handler in handlers.items() if handler.payload is not None or handler.version > 1)
     return {"topics": topics, "served": served, "cap": _SAMPLED_PER_END, "prefix": "", "queues": 200}
 
 
@@ -80,6 +81,8 @@ def find_unreadable(
     counts: Counter[str] = Counter()
     for row in rows:
         handler = handlers[row.topic]
+        if row.payload_version > handler.version:
+            continue  # It waits for a worker that knows its version.
         message = _message_of(row)
         payload, problem = read_payload(row.payload, message, handler, keyring)
         if problem is not None:
@@ -100,7 +103,8 @@ def find_unreadable(
 def _message_of(row: SampledPayload) -> Message[object]:
     start = datetime.min.replace(tzinfo=UTC)
     keys = row.coalesce_key, row.ordering_key
-    return Message(0, row.topic, "", row.destination, None, {}, 0, 0, start, start, *keys)
+    version = row.payload_version
+    return Message(0, row.topic, "", row.destination, None, {}, 0, 0, start, start, *keys, payload_version=version)
 
 
 class LargeTexts:

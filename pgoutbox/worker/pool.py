@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from pgoutbox.errors import PgOutboxError
+from pgoutbox.handlers import Handler
 from pgoutbox.message import Outcome, SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Attempted
@@ -360,7 +361,7 @@ class AttemptPool:
                 await slot.threads_end()
             finally:
                 slot.is_abandoned = False
-                self._note_return(work[0].message.topic)
+                self._note_return(work[0].handler)
                 self._run.note_progress()
 
     def _abandon(self, slot: _Slot, work: Work) -> None:
@@ -374,7 +375,8 @@ class AttemptPool:
             topics = ", ".join(sorted(set(self._outlived)))
             self._run.stop(PgOutboxError(f"{_HALF_LOST}; topics: {topics}"))
         elif self._may_suspend(topic):
-            self._run.topics.remove(topic)
+            for name in work[0].handler.handled:
+                self._run.topics.remove(name)
             text = "topic suspended: a quarter of the slots are held by its handlers, which run on after their timeout"
             self._telemetry.report(logging.ERROR, LogEvent.TOPIC_SUSPENDED, text, topic=topic)
             self.release_waiting(lambda attempt: attempt.message.topic == topic)
@@ -386,10 +388,12 @@ class AttemptPool:
         has_other = any(other != topic and other in self._run.own_topics for other in topics)
         return topic in topics and has_other and self._outlived.count(topic) >= self._topic_limit
 
-    def _note_return(self, topic: str) -> None:
+    def _note_return(self, handler: Handler) -> None:
+        topic = handler.topic
         self._outlived.remove(topic)
         if topic not in self._run.topics and self._outlived.count(topic) < self._topic_limit:
-            insort(self._run.topics, topic)
+            for name in handler.handled:
+                insort(self._run.topics, name)
             self._run.kernel.sweep()
 
     def _arm_timer(self, at: float) -> None:

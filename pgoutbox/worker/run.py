@@ -24,6 +24,7 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
+from pgoutbox.database.server import OldPackageError
 from pgoutbox.database.store import Store, check_server
 from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.encryption import Keyring
@@ -108,7 +109,7 @@ class WorkerRun:
             store,
             telemetry,
             queues=Turns(setup.queues),
-            topics=sorted(handlers),
+            topics=sorted(name for handler in handlers.values() for name in handler.handled),
             stopping=setup.stopping,
             own_topics=setup.own_topics,
         )
@@ -169,7 +170,7 @@ class WorkerRun:
             self._refusal = refusal
             self.kernel.stop()
             self._is_refused.set()
-            if isinstance(refusal, psycopg.Error):
+            if isinstance(refusal, psycopg.Error) and not isinstance(refusal, OldPackageError):
                 self._telemetry.report(
                     logging.ERROR,
                     LogEvent.CLAIM_REFUSED,

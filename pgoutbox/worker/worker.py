@@ -59,7 +59,7 @@ class Worker:
         shares = name_all(parse_queues(queues), defined_queues)
         served = {share.name for share in shares}
         own = handlers.keys() - {ALERT_TOPIC, *outbox.hooks.values()}  # These follow the queues of others.
-        queue_of = {topic.name: topic.queue or "default" for topic in topics}
+        queue_of = {name: topic.queue or "default" for topic in topics for name in (topic.name, *topic.aliases)}
         unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
         RedirectRules.of(settings.redirect)
         self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
@@ -74,7 +74,9 @@ class Worker:
             middlewares=outbox.middlewares,
             keyring=keyring_of(settings.encryption_keys),
             transports=transports if transports is not None else complete(outbox.transports, settings),
-            fixed_destinations={t.name: t.destination for t in topics if isinstance(t.destination, str)},
+            fixed_destinations={
+                name: t.destination for t in topics if isinstance(t.destination, str) for name in (t.name, *t.aliases)
+            },
             queues=shares,
             defined_queues=defined_queues,
             is_default=shares == name_all(parse_queues(outbox.default_queues), defined_queues),

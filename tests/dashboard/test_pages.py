@@ -1879,6 +1879,17 @@ def test_without_a_database_every_page_reports_only_that(tmp_path: Path, open_si
     assert (answer.status_code, answer.text) == (503, "The database cannot be reached.\n")
 
 
+def test_a_schema_that_needs_a_later_package_is_told_in_its_words(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
+) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.revision (number, lowest_package, applied_by, digest) VALUES (2, '99.1', '99.1', 'x')"
+    )
+    answer = open_site(dsn).ada.get("/")
+    assert answer.status_code == 503
+    assert "needs version 99.1 of the package or a later one" in answer.text
+
+
 def test_without_the_schema_the_page_names_the_command(empty_dsn: str, open_site: Callable[..., Site]) -> None:
     answer = open_site(empty_dsn).ada.get("/")
     assert answer.status_code == 503

@@ -264,8 +264,27 @@ class TestAlone:
         with psycopg.connect(dsn) as reader:
             reader.execute("SELECT count(*) FROM pgoutbox.message")
             with pytest.raises(SchemaError, match="run `pgoutbox migrate` again"):
-                migrate.downgrade(dsn, "base", lock_timeout_seconds=0.05)
+                migrate.downgrade(dsn, "base", lock_timeout_seconds=0.05, patience_seconds=0)
         assert catalog(dsn) == before
+
+    def test_a_migration_tries_again_until_it_gets_its_locks_and_others_pass_meanwhile(
+        self, dsn: str, newest: str
+    ) -> None:
+        """The new table is created behind a lock of the application, which also has to wait behind the migration."""
+        reports: queue.Queue[str] = queue.Queue()
+        with (
+            psycopg.connect(dsn) as reader,
+            psycopg.connect(dsn, autocommit=True) as other,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            reader.execute("LOCK TABLE pgoutbox.home IN SHARE MODE")
+            upgrade = threads.submit(migrate.upgrade, dsn, report=reports.put, lock_timeout_seconds=0.2)
+            assert "has a lock that the migration needs" in reports.get(timeout=60)
+            other.execute("SELECT pgoutbox.enqueue('mail', '1')")
+            assert migrate.current(dsn) != newest
+            reader.rollback()
+            upgrade.result(timeout=60)
+        assert migrate.current(dsn) == newest
 
     def test_an_unknown_revision_is_named(self, dsn: str) -> None:
         with psycopg.connect(dsn) as connection:
@@ -451,7 +470,7 @@ class TestBesideTheApplication:
     def test_an_upgrade_does_not_wait_for_open_transactions_that_enqueued(self, dsn: str, newest: str) -> None:
         with psycopg.connect(dsn) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
-            migrate.upgrade(dsn, lock_timeout_seconds=1)
+            migrate.upgrade(dsn, patience_seconds=0)
             producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
         assert migrate.current(dsn) == newest
         assert not_of("pgoutbox_owner", dsn) == []
@@ -461,7 +480,7 @@ class TestBesideTheApplication:
         migrate.upgrade(dsn)
         with psycopg.connect(dsn) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
-            migrate.downgrade(dsn, FIRST, lock_timeout_seconds=1)
+            migrate.downgrade(dsn, FIRST, patience_seconds=0)
             producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
         assert migrate.current(dsn) == FIRST
         assert not_of("pgoutbox_owner", dsn) == [], "a running enqueue would be refused"

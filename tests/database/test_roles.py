@@ -69,18 +69,18 @@ LIMITED: Final = (
 READ_BY_WORKERS: Final = (
     "blackout_view breaker_view cancel_request content home_view in_flight_view key_head maintenance_run message "
     "message_id_seq message_live message_view pulse_view queue queue_view redirect_view retention retention_view "
-    "topic_pause topic_pause_view worker_event_view worker_view"
+    "revision topic_pause topic_pause_view worker_event_view worker_view"
 )
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
-    PRODUCER: {},
+    PRODUCER: {"revision": "SELECT"},
     WORKER: {
         **dict.fromkeys(READ_BY_WORKERS.split(), "SELECT"),
         "breaker": "DELETE INSERT SELECT UPDATE",
         "claim": "DELETE INSERT SELECT UPDATE",
         "worker": "DELETE INSERT SELECT UPDATE",
     },
-    OPERATOR: dict.fromkeys((*VIEWS, "audit", "queue", "retention"), "SELECT"),
-    VIEWER: dict.fromkeys(VIEWS, "SELECT"),
+    OPERATOR: dict.fromkeys((*VIEWS, "audit", "queue", "retention", "revision"), "SELECT"),
+    VIEWER: dict.fromkeys((*VIEWS, "revision"), "SELECT"),
 }
 
 COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
@@ -108,15 +108,16 @@ ENQUEUE_FUNCTIONS: Final = (
 PRUNE_BY_RULES: Final = "_prune_audit _prune_by_rule _prune_content _prune_dedupe_by_rule _prune_keys"
 MAINTENANCE_FUNCTIONS: Final = "_drop_partition _kept_until make_partition"
 LOOK_FUNCTIONS: Final = (
-    "_cause_of _done_estimate _error_group failures _here _hold_of partitions _redacted_json _redacted_text "
-    "_require_home schema_version _tokens_of"
+    "_cause_of _done_estimate _error_group failures _handled_as _here _hold_of partitions _redacted_json "
+    "_redacted_text _require_home _require_package _tokens_of"
 )
 FUNCTION_RIGHTS: Final[dict[str, str]] = {
-    PRODUCER: f"{ENQUEUE_FUNCTIONS} _cancel_each _is_known_topic _read_redirect _require_home schema_version",
+    PRODUCER: f"{ENQUEUE_FUNCTIONS} _cancel_each _is_known_topic _read_redirect _require_home _require_package",
     WORKER: f"{ENQUEUE_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
-    "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent _here "
-    "_hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads _read_redirect "
-    "_redacted_text _require_completion _require_home _reset_session schema_version _tokens_of _with_attempt",
+    "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent "
+    "_handled_as _here _hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads "
+    "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tokens_of "
+    "_with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
     "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_topic prune _prune_dedupe "
@@ -1034,11 +1035,11 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)"),
     (OPERATOR, "SELECT pgoutbox._prune_dedupe('1 day', NULL, 10)"),
     (VIEWER, "SELECT FROM pgoutbox._done_estimate()"),
-    (VIEWER, "SELECT pgoutbox.schema_version()"),
+    (VIEWER, "SELECT pgoutbox._require_package('0.1')"),
     (WORKER, "SELECT pgoutbox._complete('{1}', '{1}', 'w', '{now}')"),
     (WORKER, "SELECT pgoutbox._reset_session()"),
     (VIEWER, "SELECT pgoutbox._here()"),
-    (VIEWER, "SELECT pgoutbox._require_home('staging')"),
+    (VIEWER, "SELECT pgoutbox._require_home('staging', '0.1')"),
     (PRODUCER, "SELECT FROM pgoutbox._read_redirect()"),
     (PRODUCER, "SELECT pgoutbox._state_of(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_all(destination => 'mailto:ada@example.org')"),

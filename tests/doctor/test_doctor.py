@@ -522,7 +522,7 @@ def test_a_missing_schema_is_a_problem_and_skips_the_schema_checks(empty_dsn: st
 
 
 def test_an_outdated_schema_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
-    db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
+    db.execute("DELETE FROM pgoutbox.revision")
     expect(found(dsn, "schema"), Level.PROBLEM, "schema-version-differs", "version 0", "pgoutbox migrate")
 
 
@@ -888,7 +888,7 @@ def test_a_role_that_cannot_see_workers_does_not_report_missing_ones(
 ) -> None:
     name, role_dsn = role
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
-    db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox.schema_version TO {}").format(sql.Identifier(name)))
+    db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox._require_package TO {}").format(sql.Identifier(name)))
     expect(found(role_dsn, "workers"), Level.SKIPPED, "forbidden", "GRANT pgoutbox_viewer")
 
 

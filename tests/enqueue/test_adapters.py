@@ -468,6 +468,17 @@ def test_an_aborted_transaction_raises_its_own_error(caller: Caller) -> None:
     assert caller.enqueue("mail", 1)
 
 
+def test_the_refusal_of_a_later_schema_is_raised_in_its_words(caller: Caller, observer: psycopg.Connection) -> None:
+    """A later schema may keep a function only to refuse the packages that call it."""
+    observer.execute(
+        "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " RAISE EXCEPTION 'the schema pgoutbox needs version 99.1' USING ERRCODE = 'OB004'; END $$;"
+        "CREATE TRIGGER refuse BEFORE INSERT ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION public.refuse()"
+    )
+    with pytest.raises(SchemaError, match=r"the schema pgoutbox needs version 99\.1"):
+        caller.enqueue("mail", 1)
+
+
 def test_a_closed_connection_raises_its_own_error(caller: Caller) -> None:
     if caller.close is None:
         return  # A session or Django's connection reconnects by itself.

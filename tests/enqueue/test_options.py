@@ -53,6 +53,7 @@ CASES: Final[Mapping[str, Case]] = {
     "expires_after": Case(60, "m.expires_at - m.available_at", MINUTE, {"delay": 3_600}),
     "max_attempts": Case(3, "ARRAY[m.max_attempts, m.attempt_budget]", [3, 3]),
     "headers": Case({"trace": "1"}, "m.headers", {"trace": "1"}),
+    "payload_version": Case(2, "m.payload_version", 2),
 }
 EVERY_OPTION: Final[Mapping[str, object]] = {
     name: CASES[name].value for name in CASES if name not in ("ordering_key", "halts_key", "available_at", "expires_at")

@@ -38,8 +38,10 @@ NAMELESS: Final = {
     "names of processes and databases": {
         "worker", "worker.name", "released_from", "database_name", "deployment",
     },
-    "words of pgoutbox and PostgreSQL": {"state", "action", "time_zone", "version", "version_num"},
-    "digests and random bytes": {"payload_digest", "secret.key"},
+    "words of pgoutbox and PostgreSQL": {
+        "state", "action", "time_zone", "version", "version_num", "lowest_package", "applied_by",
+    },
+    "digests and random bytes": {"payload_digest", "digest", "secret.key"},
     "has the coalesce or ordering key of the same row": {"key_in_flight"},
 }  # fmt: skip
 """Columns that may not name a person: the reason, and the column, with its table if another one has that name."""

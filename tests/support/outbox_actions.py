@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     max_delay: timedelta | None
     owner: str | None
     on_duplicate: str | None
+    payload_version: int
 
 
 def enqueue(

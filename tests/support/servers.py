@@ -22,7 +22,8 @@ from urllib.parse import quote
 
 import psycopg
 
-from pgoutbox import embedded, migrate
+from pgoutbox import embedded
+from tests.support import later_schema
 from tests.support.missing import server_missing
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ class Workshop:
         try:
             with server.connect("postgres") as connection:
                 connection.execute(f"CREATE DATABASE {DATABASE}".encode())
-            migrate.upgrade(server.dsn)
+            with server.connect() as connection:
+                later_schema.upgrade(server.dsn, connection)
         finally:
             server.stop()
 

@@ -22,8 +22,8 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
+from pgoutbox.database.server import CopyError
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import CopyError
 from pgoutbox.handlers import Context
 from pgoutbox.kernel import lanes, statements
 from pgoutbox.kernel.run import Run
@@ -1159,7 +1159,7 @@ def no_comparison_without_a_deployment(stage: Stage, patch: pytest.MonkeyPatch) 
     redefine(stage, "_require_home", "<> coalesce(_require_home.deployment, '')", "<> _require_home.deployment")
 
 
-REQUIRE_HOME: Final = "    pgoutbox._require_home(%(deployment)s::text),\n"
+REQUIRE_HOME: Final = "    pgoutbox._require_home(%(deployment)s::text, %(package)s::text),\n"
 
 GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("home of a session", a_worker_claims_nothing_in_another_database, no_part(REQUIRE_HOME, "PREPARE_SESSION")),

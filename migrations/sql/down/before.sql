@@ -17,7 +17,8 @@ LOCK TABLE
     pgoutbox.home, pgoutbox.worker, pgoutbox.maintenance_run, pgoutbox.audit,
     pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
     pgoutbox.dedupe, pgoutbox.key_head, pgoutbox.queue, pgoutbox.topic_pause, pgoutbox.rate_claim, pgoutbox.claim,
-    pgoutbox.cancel_request, pgoutbox.message, pgoutbox.id_floor
+    pgoutbox.cancel_request, pgoutbox.message, pgoutbox.id_floor,
+    pgoutbox.revision
 IN ACCESS EXCLUSIVE MODE;
 
 -- The locks above keep both answers true until the end: no worker can claim, and nobody can enqueue.

@@ -53,6 +53,7 @@ BEGIN
             options.available_at, options.delay, options.expires_at, options.expires_after, options.max_attempts,
             options.headers
         ) = 0
+        AND (options.payload_version BETWEEN 1 AND 32767) IS NOT FALSE
     ) IS NOT TRUE THEN
         problem := pgoutbox._draft_error(options);
         IF problem IS NOT NULL THEN
@@ -104,13 +105,13 @@ BEGIN
 
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, halts_key,
-        available_at, expires_at, max_attempts, attempt_budget, headers
+        available_at, expires_at, max_attempts, attempt_budget, headers, payload_version
     )
     VALUES (
         new_id, topic, payload, coalesce(options.queue, 'default'), options.destination, options.owner,
         options.coalesce_key, options.ordering_key, options.dedupe_key, coalesce(options.halts_key, false),
         due_at, coalesce(options.expires_at, due_at + options.expires_after), coalesce(options.max_attempts, 11),
-        coalesce(options.max_attempts, 11), options.headers
+        coalesce(options.max_attempts, 11), options.headers, coalesce(options.payload_version, 1)
     );
     IF older_id IS NOT NULL AND options.coalesce_key IS NOT NULL THEN
         PERFORM pgoutbox._skip_superseded(ARRAY[older_id]);

@@ -1,6 +1,7 @@
--- Raise OB001 in a copy: in a database, or for a deployment, that the schema does not belong to. Every session of a
--- worker begins with this call, and behind a pooler every transaction. So no statement of a worker runs in a copy.
-CREATE FUNCTION pgoutbox._require_home(deployment text)
+-- Raise OB001 in a copy: in a database, or for a deployment, that the schema does not belong to. Raise OB004 for a package
+-- that is too old. Every session of a worker begins with this call, and behind a pooler every transaction. So no statement
+-- of a worker runs in a copy.
+CREATE FUNCTION pgoutbox._require_home(deployment text, package text)
 RETURNS void
 LANGUAGE plpgsql
 STABLE
@@ -11,6 +12,7 @@ DECLARE
     home record;
     problem text;
 BEGIN
+    PERFORM pgoutbox._require_package(_require_home.package);
     SELECT v.* INTO home FROM pgoutbox.home_view AS v;
     IF NOT FOUND THEN
         problem := 'the schema pgoutbox does not record the database that it belongs to';

@@ -13,7 +13,8 @@ CREATE FUNCTION pgoutbox.edit(
     payload jsonb DEFAULT NULL,
     destination text DEFAULT NULL,
     available_at timestamptz DEFAULT NULL,
-    sealed_for text DEFAULT NULL
+    sealed_for text DEFAULT NULL,
+    payload_version integer DEFAULT NULL
 )
 RETURNS text
 LANGUAGE plpgsql
@@ -31,7 +32,11 @@ DECLARE
         ELSE pgoutbox._draft_error(pgoutbox._draft(
             'a',
             coalesce(edit.payload, '1'),
-            jsonb_strip_nulls(jsonb_build_object('destination', edit.destination, 'available_at', edit.available_at))
+            jsonb_strip_nulls(jsonb_build_object(
+                'destination', edit.destination,
+                'available_at', edit.available_at,
+                'payload_version', edit.payload_version
+            ))
         ))
     END;
     is_sealed constant boolean := edit.payload -> 'pgoutbox.encrypted' IS NOT NULL;
@@ -73,6 +78,9 @@ BEGIN
     WITH written AS (
         UPDATE pgoutbox.message_live AS m
         SET payload = coalesce(edit.payload, m.payload),
+            payload_version = CASE
+                WHEN edit.payload IS NULL THEN m.payload_version ELSE coalesce(edit.payload_version, m.payload_version)
+            END,
             destination = coalesce(edit.destination, m.destination),
             headers = CASE
                 WHEN coalesce(edit.destination, m.destination) IS DISTINCT FROM m.destination THEN NULL ELSE m.headers

@@ -22,6 +22,7 @@ CREATE FUNCTION pgoutbox.enqueue(
     expires_after interval DEFAULT NULL,
     max_attempts integer DEFAULT NULL,
     headers jsonb DEFAULT NULL,
+    payload_version integer DEFAULT NULL,
     notify boolean DEFAULT true
 )
 RETURNS bigint
@@ -31,12 +32,12 @@ RETURN abs(pgoutbox._enqueue_receipt(
     payload,
     CASE WHEN num_nonnulls(
         queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key, available_at, delay,
-        max_delay, expires_at, expires_after, max_attempts, headers
+        max_delay, expires_at, expires_after, max_attempts, headers, payload_version
     ) > 0 THEN ROW(
         NULL, NULL, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key,
         available_at, make_interval(secs => extract(epoch FROM delay)::float8),
         make_interval(secs => extract(epoch FROM max_delay)::float8), expires_at,
-        make_interval(secs => extract(epoch FROM expires_after)::float8), max_attempts, nullif(headers, 'null')
+        make_interval(secs => extract(epoch FROM expires_after)::float8), max_attempts, nullif(headers, 'null'), payload_version
     )::pgoutbox.draft END,
     notify
 ));

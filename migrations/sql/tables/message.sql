@@ -24,6 +24,7 @@ CREATE TABLE pgoutbox.message (
     attempt_budget      integer     NOT NULL DEFAULT 11,
     -- The lane of its next claim: 0 before the first attempt, 1 after it. A claim does not change it.
     lane                smallint    NOT NULL DEFAULT 0,
+    payload_version     smallint    NOT NULL DEFAULT 1, -- The version of the payload: see `_handled_as`.
     state               text        NOT NULL DEFAULT 'pending', -- pending, sending, sent, failed, skipped or cancelled.
     topic               text COLLATE "C" NOT NULL, -- Kind of the message; selects the handler.
     -- The queue, which has its own workers, limits and pause.

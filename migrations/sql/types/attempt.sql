@@ -1,6 +1,7 @@
 -- An attempt that did not end as sent, or several alike.
 --
--- An entry of the history of a message, which is in its row: the history commits, moves and is deleted with it.
+-- An entry of the history of a message, which is in its row: the history commits, moves and is deleted with it. Workers build
+-- it field by field, so no later revision adds a field.
 CREATE TYPE pgoutbox.attempt AS (
     attempt_count integer, -- Number of the attempt, or of the last of several.
     times         integer, -- How many attempts in a row ended alike: 1 unless they were postponed.

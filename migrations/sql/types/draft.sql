@@ -3,23 +3,24 @@
 -- Every way to enqueue builds drafts, and _enqueue and _enqueue_receipt write them. Null means the default. These names are
 -- the options of `enqueue_many`: an option that is added here is an option there.
 CREATE TYPE pgoutbox.draft AS (
-    topic         text,
-    payload       jsonb,
-    queue         text,
-    destination   text,
-    owner         text,
-    coalesce_key  text,
-    ordering_key  text,
-    dedupe_key    text,
-    on_duplicate  text,
-    halts_key     boolean,
-    available_at  timestamptz,
-    delay         interval,
-    max_delay     interval,
-    expires_at    timestamptz,
-    expires_after interval,
-    max_attempts  integer,
-    headers       jsonb
+    topic           text,
+    payload         jsonb,
+    queue           text,
+    destination     text,
+    owner           text,
+    coalesce_key    text,
+    ordering_key    text,
+    dedupe_key      text,
+    on_duplicate    text,
+    halts_key       boolean,
+    available_at    timestamptz,
+    delay           interval,
+    max_delay       interval,
+    expires_at      timestamptz,
+    expires_after   interval,
+    max_attempts    integer,
+    headers         jsonb,
+    payload_version integer
 );
 
 -- The first invalid field of a draft, as name and reason; null if all are valid. One expression without a subselect, so
@@ -40,6 +41,7 @@ SELECT CASE
         THEN 'payload: must not have more than 16777216 bytes'
     WHEN length(draft.queue) > 63 OR draft.queue !~ '^[a-z][a-z0-9_.-]*$'
         THEN 'queue: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
+    WHEN draft.payload_version NOT BETWEEN 1 AND 32767 THEN 'payload_version: must be from 1 to 32767'
     WHEN draft.max_attempts NOT BETWEEN 1 AND 10000 THEN 'max_attempts: must be from 1 to 10000'
     WHEN draft.coalesce_key = '' THEN 'coalesce_key: must not be empty; pass NULL for no key'
     WHEN draft.dedupe_key = '' THEN 'dedupe_key: must not be empty; pass NULL for no key'

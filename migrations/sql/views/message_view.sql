@@ -6,6 +6,7 @@ CREATE VIEW pgoutbox.message_view AS
 SELECT
     m.id,
     m.topic,
+    m.payload_version,
     m.queue,
     pgoutbox._redacted_text(m.destination) AS destination,
     m.state,

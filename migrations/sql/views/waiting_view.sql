@@ -82,6 +82,7 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
 CROSS JOIN LATERAL (SELECT m.attempts #>> '{-1,reason_code}') AS last_attempt(reason_code)
+CROSS JOIN LATERAL (SELECT pgoutbox._handled_as(m.topic, m.payload_version)) AS handled(name)
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id IS NOT NULL THEN 'superseded'
@@ -96,9 +97,9 @@ CROSS JOIN LATERAL (
         WHEN control.tokens < 1 THEN 'rate'
         WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue) THEN 'no worker'
-        WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND m.topic = ANY (s.topics)) THEN 'no handler'
+        WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND handled.name = ANY (s.topics)) THEN 'no handler'
         WHEN NOT EXISTS (
-            SELECT FROM serving AS s WHERE s.queue = m.queue AND m.topic = ANY (s.topics) AND s.is_running
+            SELECT FROM serving AS s WHERE s.queue = m.queue AND handled.name = ANY (s.topics) AND s.is_running
         ) THEN 'next run'
         ELSE 'due'
     END AS reason

@@ -63,6 +63,7 @@ judged AS MATERIALIZED (
             WHERE m.queue = h.queue AND m.lane = lane.number AND m.ordering_key IS NULL
                 AND m.available_at <= now() AND m.state = 'pending'
                 AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
+                AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
                 AND (m.expires_at <= now()) IS NOT TRUE AND head.newest_id IS NULL AND sibling.id IS NULL
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.cancel_request AS c
@@ -82,6 +83,7 @@ judged AS MATERIALIZED (
                 -- `> '-infinity'` is always true: it permits the index message_live_ordered_due.
                 AND m.available_at <= now() AND m.available_at > '-infinity' AND m.state = 'pending'
                 AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
+                AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
                 AND (m.expires_at <= now()) IS NOT TRUE
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.cancel_request AS c
@@ -181,7 +183,7 @@ judged AS MATERIALIZED (
                 ) AS sibling ON true
                 WHERE m.queue = lane.queue AND m.lane = lane.number AND m.ordering_key IS NULL
                     AND m.available_at <= now() AND m.state = 'pending'
-                    AND m.topic = ANY (%(topics)s::text[])
+                    AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
                     -- Behind the last message that this process has read in the lane, or at first what falls due from a time on.
                     AND (m.available_at, m.id) > (
                         coalesce(lane.after_at, now() - make_interval(secs => lane.since_seconds)), lane.after_id
@@ -261,7 +263,7 @@ judged AS MATERIALIZED (
                             LIMIT 1
                         )
                         AND m.available_at <= now() AND m.state = 'pending'
-                        AND m.topic = ANY (%(topics)s::text[])
+                        AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
                         AND (
                             (
                                 m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
@@ -364,7 +366,7 @@ judged AS MATERIALIZED (
         -- PostgreSQL before version 17 cannot subtract from infinity.
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in,
         -- Places for what the worker finds out, whether it is superseded meanwhile, and for what lapsed.sql returns.
-        false AS is_superseded, m.queue, NULL::text AS lost_session, j.lane
+        false AS is_superseded, m.queue, NULL::text AS lost_session, j.lane, m.payload_version
 )
 -- [probe
 , probed AS (
@@ -390,7 +392,8 @@ SELECT w.*, p.key, p.probe_id::text, p.hold FROM written AS w CROSS JOIN probed 
 SELECT w.* FROM written AS w
 -- [ordering keys
 UNION ALL
-SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, NULL, j.queue, NULL, 3
+SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, j.key, NULL, NULL, NULL, NULL, NULL, j.queue, NULL, 3,
+    NULL
 FROM judged AS j
 WHERE j.id IS NULL
 -- ordering keys]

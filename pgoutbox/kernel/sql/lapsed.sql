@@ -56,7 +56,7 @@ WITH judged AS MATERIALIZED (
             AND c.lease_expires_at <= now()
             -- The lease of a message that an operator has released is extended first, once: see forget_lapsed.sql.
             AND coalesce(c.released_from, '') = ''
-            AND m.topic = ANY (%(topics)s::text[])
+            AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
             -- in_flight: the attempts of this worker. After a suspension or an outage it renews their leases instead.
             -- Other attempts in its name are lost, for example by a failover.
             AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(in_flight)s::bigint[]))
@@ -130,7 +130,7 @@ WITH judged AS MATERIALIZED (
         m.headers::text AS headers, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
         m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
         extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
-        m.queue, m.lane,
+        m.queue, m.lane, m.payload_version,
         -- The name of the sessions that attempts of the lost claim share: see end_attempts.sql.
         format(
             'pgoutbox attempts %%s %%s', right(split_part(j.worker, ' (released message ', 1), 8),
@@ -166,7 +166,8 @@ WITH judged AS MATERIALIZED (
 SELECT f.id, f.topic, f.destination,
     CASE WHEN octet_length(f.payload) <= 16384 THEN f.payload END,
     f.headers, f.attempt_count, f.max_attempts, f.attempt_budget, f.created_at, f.available_at, f.coalesce_key,
-    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, false, f.queue, f.lost_session, f.lane
+    f.ordering_key, f.content_id, f.claimed_at, f.state, f.expires_in_seconds, false, f.queue, f.lost_session, f.lane,
+    f.payload_version
 FROM finished AS f
 -- The outer join makes PostgreSQL run the CTE, which is a SELECT.
 LEFT JOIN announced AS a ON a.id = f.id

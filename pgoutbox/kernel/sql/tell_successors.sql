@@ -13,7 +13,9 @@ FROM (
         %(ids)s::bigint[], %(topics)s::text[], %(queues)s::text[], %(coalesce_keys)s::text[], %(ordering_keys)s::text[]
     ) AS done(id, topic, queue, coalesce_key, ordering_key)
     CROSS JOIN LATERAL (
-        SELECT m.id, m.queue, m.state, m.available_at, m.queue = ANY (%(own_queues)s::text[]) AS is_own
+        SELECT m.id, m.queue, m.state, m.available_at,
+            m.queue = ANY (%(own_queues)s::text[])
+                AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(own_topics)s::text[]) AS is_own
         FROM pgoutbox.message_live AS m
         -- With a join PostgreSQL may plan to read the whole primary key, because statistics may describe an empty table.
         WHERE m.id = ANY (ARRAY(
@@ -24,13 +26,13 @@ FROM (
         UNION ALL
         SELECT first.id, first.queue, first.state, first.available_at, false
         FROM (
-            SELECT m.id, m.queue, m.topic, m.state, m.available_at
+            SELECT m.id, m.queue, m.topic, m.payload_version, m.state, m.available_at
             FROM pgoutbox.message_live AS m
             WHERE m.queue = done.queue AND m.ordering_key = done.ordering_key
             ORDER BY m.id
             LIMIT 1
         ) AS first
-        WHERE first.topic <> ALL (%(own_topics)s::text[])
+        WHERE pgoutbox._handled_as(first.topic, first.payload_version) <> ALL (%(own_topics)s::text[])
     ) AS successor
     WHERE successor.id <> done.id AND successor.state = 'pending' AND successor.available_at <= now()
 ) AS next

@@ -12,13 +12,13 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
+from pgoutbox.database.server import PACKAGE_VERSION, OldPackageError, refusals
 from pgoutbox.database.worker_connection import is_transient_error, kind_of
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
@@ -62,13 +62,13 @@ class Presence:
         ends_by_itself: bool = False,
         clock: Callable[[], float] = elapsed_clock,
     ) -> None:
+        self._stop = run.stop
         self._store = run.store
         self._telemetry = run.telemetry
         self._queues = run.queues.names
         self._topics = run.topics
         self._watched = [] if ends_by_itself else sorted({*run.queues.names, *defined})
         self._settings = run.settings
-        self._version = version("pgoutbox")
         self._ends_by_itself = ends_by_itself
         self._clock = clock
         self._warned_at: dict[tuple[str, str, tuple[str, ...]], float] = {}
@@ -99,23 +99,25 @@ class Presence:
     async def report(self, *, is_first: bool = False) -> None:
         """Report once, and warn. The first report does not warn about messages: other workers may start now.
 
-        Errors are logged, not raised.
+        Errors are logged, not raised. Only a schema that has become too new for this package stops the worker.
         """
         self._has_reported = True
+        parameters = {
+            "worker": self._store.worker,
+            "queues": self._queues,
+            "topics": self._topics,
+            "redirect_to": self._settings.redirect.to,
+            "version": PACKAGE_VERSION,
+            "slots": self._settings.concurrency,
+            "watched": self._watched,
+            "late_seconds": _LATE_SECONDS,
+        }
         try:
-            rows = await self._store.claims.fetch(
-                sql.REPORT_WORKER,
-                {
-                    "worker": self._store.worker,
-                    "queues": self._queues,
-                    "topics": self._topics,
-                    "redirect_to": self._settings.redirect.to,
-                    "version": self._version,
-                    "slots": self._settings.concurrency,
-                    "watched": self._watched,
-                    "late_seconds": _LATE_SECONDS,
-                },
-            )
+            with refusals():
+                rows = await self._store.claims.fetch(sql.REPORT_WORKER, parameters)
+        except OldPackageError as error:
+            self._stop(error)
+            return
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._note_failure(error)
             return

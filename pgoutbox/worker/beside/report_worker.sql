@@ -1,12 +1,13 @@
 -- Report that this worker runs, delete the rows of workers of long ago, and return the problems that an operator
 -- should know, in the order of `Trouble`: open breakers, and late messages of the `watched` queues that no running
--- worker claims. Every worker runs it before its first claim and then once a minute.
+-- worker claims. Every worker runs it before its first claim and then once a minute. It raises OB004 for a worker that has
+-- become too old.
 WITH reported AS (
     INSERT INTO pgoutbox.worker AS w (name, queues, topics, redirect_to, version, slots)
-    VALUES (
+    SELECT
         %(worker)s::text, %(queues)s::text[], %(topics)s::text[], %(redirect_to)s::text, %(version)s::text,
         %(slots)s::integer
-    )
+    FROM pgoutbox._require_package(%(version)s::text)
     ON CONFLICT ON CONSTRAINT worker_pkey DO UPDATE
     SET seen_at = now()
     RETURNING w.name
@@ -49,7 +50,7 @@ WITH reported AS (
     FROM unnest(%(watched)s::text[]) AS watched(queue)
     CROSS JOIN LATERAL (
         (
-            SELECT f.topic, f.available_at
+            SELECT pgoutbox._handled_as(f.topic, f.payload_version), f.available_at
             FROM pgoutbox.message_live AS f
             WHERE f.queue = watched.queue
                 AND f.lane = 0
@@ -61,7 +62,7 @@ WITH reported AS (
         )
         UNION ALL
         (
-            SELECT r.topic, r.available_at
+            SELECT pgoutbox._handled_as(r.topic, r.payload_version), r.available_at
             FROM pgoutbox.message_live AS r
             WHERE r.queue = watched.queue
                 AND r.lane = 1
@@ -73,7 +74,7 @@ WITH reported AS (
         )
         UNION ALL
         (
-            SELECT o.topic, o.available_at
+            SELECT pgoutbox._handled_as(o.topic, o.payload_version), o.available_at
             FROM pgoutbox.message_live AS o
             WHERE o.queue = watched.queue
                 AND o.ordering_key IS NOT NULL
@@ -84,7 +85,7 @@ WITH reported AS (
             ORDER BY o.available_at
             LIMIT 1000
         )
-    ) AS m
+    ) AS m(topic, available_at)
 ), unclaimed AS (
     SELECT
         l.queue,

@@ -17,7 +17,8 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import sql
 from pgoutbox.database.connections import AsyncConnection, LentAsyncConnection, LentConnection, break_socket
 from pgoutbox.database.round_trip import Pipeline, Step
-from pgoutbox.database.worker_connection import open_session, refusing_copies, session_parameters
+from pgoutbox.database.server import refusals
+from pgoutbox.database.worker_connection import open_session, session_parameters
 from pgoutbox.settings import Settings
 
 _TRANSACTION_TIMEOUT_SINCE: Final = 170_000
@@ -115,7 +116,7 @@ class HandlerSession:
     async def require_home(self, *, seconds: float) -> None:
         """Raise `CopyError` in a copy of the database, and `AnswerTimeoutError` without an answer in time."""
         self._connection.answer_seconds = seconds
-        with refusing_copies():
+        with refusals():
             await self._trips.fetch([(sql.REQUIRE_HOME, self._parameters)])
 
     async def _end(self, steps: Sequence[Step], end: LiteralString, end_and_chain: LiteralString) -> None:

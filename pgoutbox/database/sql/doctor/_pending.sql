@@ -9,6 +9,7 @@
         SELECT
             m.id,
             m.topic,
+            m.payload_version,
             m.destination,
             m.ordering_key,
             m.attempt_count,
@@ -27,6 +28,7 @@ UNION ALL
         2,
         m.id,
         m.topic,
+        m.payload_version,
         m.destination,
         m.ordering_key,
         m.attempt_count,

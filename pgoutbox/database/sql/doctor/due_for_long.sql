@@ -21,7 +21,9 @@ WITH holds AS MATERIALIZED (
             count(*) AS messages,
             min(one.available_at) AS oldest_at,
             coalesce(max(one.number) >= l.rows, false) AS is_capped,
-            coalesce(array_agg(DISTINCT one.topic) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind), '{}') AS topics,
+            coalesce(
+                array_agg(DISTINCT one.handled_as) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind), '{}'
+            ) AS topics,
             count(*) FILTER (WHERE one.halted_by IS NOT NULL) AS halted,
             count(*) FILTER (WHERE one.halted_by IS NULL AND NOT one.is_behind) AS free,
             mode() WITHIN GROUP (ORDER BY one.breaker) AS breaker,
@@ -32,6 +34,7 @@ WITH holds AS MATERIALIZED (
         FROM (
             SELECT
                 m.topic,
+                pgoutbox._handled_as(m.topic, m.payload_version) AS handled_as,
                 m.available_at,
                 m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p) AS is_paused,
                 -- Only while a breaker is open is the destination read: the view redacts it, which is slow for many rows.

@@ -8,7 +8,7 @@ SELECT
     n.oid IS NOT NULL AS has_schema,
     coalesce(has_schema_privilege(n.oid, 'USAGE'), false) AS may_use_schema,
     EXISTS (
-        SELECT FROM pg_catalog.pg_proc AS p WHERE p.pronamespace = n.oid AND p.proname = 'schema_version'
+        SELECT FROM pg_catalog.pg_proc AS p WHERE p.pronamespace = n.oid AND p.proname = '_require_package'
     ) AS has_version,
     current_user::text AS role
 FROM (VALUES (1)) AS always(one)

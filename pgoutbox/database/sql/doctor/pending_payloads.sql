@@ -36,7 +36,7 @@
         row_number() OVER (PARTITION BY s.topic ORDER BY s.id DESC) AS from_newest
     FROM sampled AS s
 )
-SELECT m.topic, m.destination, m.coalesce_key, m.ordering_key, m.payload::text AS payload
+SELECT m.topic, m.destination, m.coalesce_key, m.ordering_key, m.payload::text AS payload, m.payload_version
 FROM ranked AS r
 JOIN pgoutbox.message_live AS m ON m.id = r.id
 WHERE least(r.from_oldest, r.from_newest) <= %(cap)s::bigint AND pg_column_size(m.payload) <= 100000

@@ -8,5 +8,6 @@ SELECT pgoutbox.edit(
         %s::pg_catalog.timestamptz,
         pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
     ),
-    sealed_for => %s::pg_catalog.text
+    sealed_for => %s::pg_catalog.text,
+    payload_version => %s::pg_catalog.int4
 )

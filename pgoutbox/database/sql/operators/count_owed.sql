@@ -3,7 +3,7 @@
 SELECT count(*)
 FROM pgoutbox.message_live AS m
 WHERE m.queue = ANY (%(queues)s::text[])
-    AND m.topic = ANY (%(topics)s::text[])
+    AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
     AND m.topic NOT IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
     AND (m.attempt_count > 0 OR m.available_at <= now())
     -- A failed message halts its ordering key.
@@ -20,7 +20,7 @@ WHERE m.queue = ANY (%(queues)s::text[])
             AND e.ordering_key = m.ordering_key
             AND e.id < m.id
             AND (
-                e.topic <> ALL (%(topics)s::text[])
+                pgoutbox._handled_as(e.topic, e.payload_version) <> ALL (%(topics)s::text[])
                 OR e.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p)
                 OR (e.attempt_count = 0 AND e.available_at > now())
             )

@@ -1,7 +1,7 @@
 -- Settings of a worker's session on a direct connection. The role's or the database's defaults must not change the
 -- meaning or the plan of a statement.
 SELECT
-    pgoutbox._require_home(%(deployment)s::text),
+    pgoutbox._require_home(%(deployment)s::text, %(package)s::text),
     set_config('default_transaction_isolation', 'read committed', false),
     set_config('default_transaction_deferrable', 'off', false),
     set_config('statement_timeout', %(statement_timeout)s::text, false),

@@ -1,6 +1,6 @@
 -- The settings of prepare_session.sql for one transaction: behind a pooler the server's session belongs to others too.
 SELECT
-    pgoutbox._require_home(%(deployment)s::text),
+    pgoutbox._require_home(%(deployment)s::text, %(package)s::text),
     set_config('statement_timeout', %(statement_timeout)s::text, true),
     set_config('lock_timeout', %(lock_timeout)s::text, true),
     set_config('idle_in_transaction_session_timeout', '10s', true),

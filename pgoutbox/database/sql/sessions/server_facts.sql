@@ -4,4 +4,4 @@ SELECT
     pg_is_in_recovery() AS in_recovery,
     current_setting('transaction_read_only')::boolean AS read_only,
     current_setting('server_encoding') AS encoding,
-    to_regprocedure('pgoutbox.schema_version()') IS NOT NULL AS has_schema
+    to_regprocedure('pgoutbox._require_package(text)') IS NOT NULL AS has_schema

@@ -1,0 +1,317 @@
+"""During a deployment, workers and producers with two versions of a payload run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+import pytest
+from pydantic import BaseModel
+
+from pgoutbox import (
+    ArgumentError,
+    ConfigurationError,
+    EditResult,
+    Failure,
+    Message,
+    NewMessage,
+    Outbox,
+    Permanent,
+    State,
+    Topic,
+    Worker,
+)
+from tests.support.command_line import run_process
+from tests.support.outbox_actions import enqueue, rows_of, settings_for
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.promises.conftest import StartWorker
+    from tests.support.worker_process import WorkerProcess
+
+OLD: Final = """
+    import asyncio
+    import os
+
+    from pydantic import BaseModel
+
+    from pgoutbox import Outbox, Topic
+
+    class Person(BaseModel):
+        name: str
+
+    outbox = Outbox()
+
+    @outbox.handler(Topic("mail", payload=Person), transactional=True)
+    async def mail(message, ctx):
+        await asyncio.sleep(float(os.environ.get("SECONDS", "0")))
+        await ctx.connection.execute(
+            "INSERT INTO handed VALUES (%s, 'old', %s)", [message.id, message.payload.model_dump_json()]
+        )
+"""
+NEW: Final = """
+    import asyncio
+    import os
+
+    from pydantic import BaseModel
+
+    from pgoutbox import Outbox, Topic
+
+    class Person(BaseModel):
+        first: str
+        last: str
+
+    def split(payload):
+        first, _, last = payload["name"].partition(" ")
+        return {"first": first, "last": last}
+
+    outbox = Outbox()
+
+    @outbox.handler(Topic("mail", payload=Person, version=2, upgrade={1: split}), transactional=True)
+    async def mail(message, ctx):
+        await asyncio.sleep(float(os.environ.get("SECONDS", "0")))
+        await ctx.connection.execute(
+            "INSERT INTO handed VALUES (%s, 'new', %s)", [message.id, message.payload.model_dump_json()]
+        )
+"""
+READ: Final = {"old": '{"name":"Ada Byron"}', "new": '{"first":"Ada","last":"Byron"}'}
+EACH: Final = 40
+
+
+class Person(BaseModel):
+    first: str
+    last: str
+
+
+@pytest.fixture(autouse=True)
+def handed(db: psycopg.Connection) -> None:
+    db.execute("CREATE TABLE handed (id bigint, by text, payload text)")
+
+
+def enqueue_old(db: psycopg.Connection, coalesce_key: str | None = None, ordering_key: str | None = None) -> int:
+    return enqueue(db, "mail", {"name": "Ada Byron"}, coalesce_key=coalesce_key, ordering_key=ordering_key)
+
+
+def enqueue_new(db: psycopg.Connection, coalesce_key: str | None = None, ordering_key: str | None = None) -> int:
+    payload = {"first": "Ada", "last": "Byron"}
+    return enqueue(db, "mail", payload, payload_version=2, coalesce_key=coalesce_key, ordering_key=ordering_key)
+
+
+def until_sent(db: psycopg.Connection, ids: Sequence[int], worker: WorkerProcess) -> None:
+    query = "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s) AND state = 'sent'"
+    wait_until(lambda: db.execute(query, [list(ids)]).fetchone() == (len(ids),), lambda: worker.log)
+
+
+@pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
+def test_a_rolling_deployment_delivers_the_messages_of_both_versions(
+    db: psycopg.Connection, start_worker: StartWorker, order: tuple[str, str]
+) -> None:
+    applications = {"old": OLD, "new": NEW}
+    first = start_worker(applications[order[0]])
+    wait_until(lambda: "worker_started" in first.events(), lambda: first.log)
+    ids = [[enqueue_old(db), enqueue_new(db)] for _ in range(EACH)]
+    old, new = (list(each) for each in zip(*ids, strict=True))
+    until_sent(db, old, first)
+    if order[0] == "old":
+        assert {(row.state, row.attempt_count) for row in rows_of(db, *new)} == {("pending", 0)}
+    start_worker(applications[order[1]])
+    until_sent(db, new, first)
+    last = [enqueue_old(db), enqueue_new(db)]
+    until_sent(db, last, first)
+    found = db.execute("SELECT id, by, payload FROM handed").fetchall()
+    assert sorted(message_id for message_id, _, _ in found) == sorted([*old, *new, *last])
+    assert {(by, payload) for _, by, payload in found} <= READ.items()
+    assert {by for message_id, by, _ in found if message_id in new} == {"new"}
+    states = {(row.state, row.attempt_count) for row in rows_of(db, *old, *new, *last)}
+    assert states == {("sent", 1)}
+
+
+def test_a_version_that_no_worker_knows_waits_and_is_named(
+    dsn: str, db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    worker = start_worker(OLD)
+    message_id = enqueue_new(db)
+    known_id = enqueue_old(db)
+    until_sent(db, [known_id], worker)
+    why = db.execute("SELECT reason FROM pgoutbox.waiting_view WHERE id = %s", [message_id]).fetchone()
+    assert why == ("no handler",)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour' WHERE id = %s", [message_id])
+    examined = run_process("doctor", dsn=dsn, COLUMNS="300")
+    assert "no handler for mail@2 in a worker of this queue" in examined.out
+    assert worker.stop() == 0
+    drained = start_worker(OLD, "--drain")
+    assert drained.wait() == 0  # It does not wait for it.
+    assert rows_of(db, message_id)[0].attempt_count == 0
+    drained = start_worker(NEW, "--drain")
+    assert drained.wait() == 0
+    assert rows_of(db, message_id)[0].state == "sent"
+
+
+@pytest.mark.parametrize("keys", [("k", None), (None, "k")], ids=["coalesce key", "ordering key"])
+def test_an_idle_worker_that_knows_the_version_of_the_next_message_of_a_key_is_told(
+    db: psycopg.Connection, start_worker: StartWorker, keys: tuple[str | None, str | None]
+) -> None:
+    """The other worker ends the message before it, and cannot claim the next one."""
+    slow = start_worker(OLD, environment={"SECONDS": "1"}, poll_interval_seconds="3600", lease_seconds="3600")
+    wait_until(lambda: "worker_started" in slow.events(), lambda: slow.log)
+    first = enqueue_old(db, *keys)
+    wait_until(lambda: rows_of(db, first)[0].state == "sending", lambda: slow.log)
+    other = start_worker(NEW, poll_interval_seconds="3600", lease_seconds="3600")
+    wait_until(lambda: "worker_started" in other.events(), lambda: other.log)
+    second = enqueue_new(db, *keys)
+    until_sent(db, [first, second], other)
+    assert db.execute("SELECT by FROM handed WHERE id = %s", [second]).fetchone() == ("new",)
+
+
+def test_a_newer_version_supersedes_an_older_one_of_its_key(db: psycopg.Connection, start_worker: StartWorker) -> None:
+    older, newer = enqueue_old(db, coalesce_key="k"), enqueue_new(db, coalesce_key="k")
+    worker = start_worker(NEW, "--drain")
+    assert worker.wait() == 0, worker.log
+    assert [row.state for row in rows_of(db, older, newer)] == ["skipped", "sent"]
+
+
+def test_an_attempt_at_a_version_is_taken_over_by_a_worker_that_knows_it(
+    db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    killed = start_worker(NEW, environment={"SECONDS": "3600"}, lease_seconds="1")
+    message_id = enqueue_new(db)
+    wait_until(lambda: rows_of(db, message_id)[0].state == "sending", lambda: killed.log)
+    killed.kill()
+    old = start_worker(OLD, lease_seconds="1")
+    lapsed = "SELECT lease_expires_at < now() - interval '3 s' FROM pgoutbox.message_view WHERE id = %s"
+    wait_until(lambda: db.execute(lapsed, [message_id]).fetchone() == (True,), lambda: old.log)
+    assert rows_of(db, message_id)[0].state == "sending"
+    until_sent(db, [message_id], start_worker(NEW, lease_seconds="1"))
+
+
+def test_every_way_to_enqueue_writes_the_version_of_the_topic(dsn: str, db: psycopg.Connection) -> None:
+    topic = Topic("mail", payload=Person, version=3, upgrade={2: dict})
+    producer = Outbox(settings_for(dsn)).on(db)
+    ada = Person(first="Ada", last="Byron")
+    with db.transaction():
+        one = producer.enqueue(topic, ada, owner="ada")
+        many = producer.enqueue_many([NewMessage(topic, ada), NewMessage("mail", {})])
+        fan = producer.enqueue_fanout(topic, ada, destinations=["mailto:a@example.org"])
+    versions = "SELECT payload_version FROM pgoutbox.message_view ORDER BY id"
+    assert [version for (version,) in db.execute(versions)] == [3, 3, 1, 3]
+    assert one is not None
+    assert (len(many), len(fan)) == (2, 1)
+    db.execute("UPDATE pgoutbox.message SET payload_version = 2 WHERE id = %s", [one.id])
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(topic)
+    with db.transaction():
+        assert outbox.on(db).edit(one.id, owner="ada", available_at=None, delay=timedelta(1)) is EditResult.EDITED
+    read = "SELECT payload_version FROM pgoutbox.message WHERE id = %s"
+    assert db.execute(read, [one.id]).fetchone() == (2,)
+    with db.transaction():
+        assert outbox.on(db).edit(one.id, owner="ada", payload=ada) is EditResult.EDITED
+    assert db.execute(read, [one.id]).fetchone() == (3,)
+
+
+def test_a_copy_keeps_its_version(dsn: str, db: psycopg.Connection, start_worker: StartWorker) -> None:
+    message_id = enqueue_new(db)
+    assert start_worker(NEW, "--drain").wait() == 0
+    assert run_process("resend", str(message_id), "--yes", dsn=dsn).exit_code == 0
+    copied = "SELECT payload_version FROM pgoutbox.message WHERE resend_of = %s"
+    assert db.execute(copied, [message_id]).fetchone() == (2,)
+
+
+@pytest.mark.parametrize(
+    ("upgrade", "reason"),
+    [
+        ({}, "the payload has version 1, and the topic no upgrade of it"),
+        ({1: lambda payload: payload["nam"]}, "the payload cannot be upgraded from version 1: KeyError: 'nam'"),
+        ({1: lambda payload: payload}, "the payload does not fit the topic's model: payload.first: Field required"),
+    ],
+)
+def test_a_payload_that_cannot_be_upgraded_waits_as_unreadable_and_fails_in_the_end(
+    dsn: str, db: psycopg.Connection, upgrade: dict[int, Any], reason: str
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    topic = Topic("mail", payload=Person, version=2, upgrade=upgrade, unreadable_timeout=0)
+
+    @outbox.handler(topic)
+    async def mail(message: object, ctx: object) -> None:
+        raise AssertionError("it has no payload")
+
+    message_id = enqueue_old(db)
+    asyncio.run(Worker(outbox).run_once())
+    (row,) = rows_of(db, message_id)
+    assert row.last_error is not None
+    assert reason in row.last_error
+    assert (row.state, row.attempt_count) == (State.FAILED, 1)
+
+
+def test_a_former_name_of_a_topic_has_its_handler_its_queue_and_its_hook(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    topic = Topic("mail.welcome", queue="critical", aliases=("mail.greeting",))
+    seen: list[tuple[str, object]] = []
+
+    @outbox.handler(topic)
+    async def welcome(message: Message[object], ctx: object) -> None:
+        seen.append((message.topic, message.payload))
+        if message.payload == "bad":
+            raise Permanent("bad")
+
+    @outbox.on_failed(topic)
+    async def failed(message: Message[Failure], ctx: object) -> None:
+        seen.append((message.topic, message.payload.payload))
+
+    for name in ("mail.greeting", "mail.welcome"):
+        for payload in ("good", "bad"):
+            enqueue(db, name, payload, queue="critical")
+    asyncio.run(Worker(outbox, queues=["critical"]).run_once())
+    assert sorted(seen, key=str) == [
+        ("mail.greeting", "bad"),
+        ("mail.greeting", "good"),
+        ("mail.greeting.failed", "bad"),
+        ("mail.welcome", "bad"),
+        ("mail.welcome", "good"),
+        ("mail.welcome.failed", "bad"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"version": 0}, "version: must be a whole number from 1 to 32767, not 0"),
+        ({"version": True}, "version: must be a whole number from 1 to 32767, not True"),
+        (
+            {"version": 2, "upgrade": {2: dict}},
+            r"upgrade\[2\]: must be for an earlier version than the topic's, which is 2",
+        ),
+        ({"version": 2, "upgrade": {1: "x"}}, r"upgrade\[1\]: must be a function of the payload"),
+        ({"version": 4, "upgrade": {1: dict, 3: dict}}, "upgrade: has no function for version 2"),
+        ({"aliases": ("Mail",)}, r"aliases\[0\]: must be 1 to 63 of a-z"),
+    ],
+)
+def test_a_mistake_in_versions_or_names_is_refused_at_the_definition(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^topic 'mail': {problem}"):
+        Topic("mail", **options)
+
+
+def test_a_former_name_with_a_handler_of_its_own_is_refused() -> None:
+    outbox = Outbox()
+    outbox.handler("mail.greeting")(lambda message, ctx: None)
+    with pytest.raises(ConfigurationError, match=r"topic 'mail\.greeting' has a handler already"):
+        outbox.handler(Topic("mail.welcome", aliases=("mail.greeting",)))(lambda message, ctx: None)
+
+
+@pytest.mark.parametrize("version", [0, 32_768])
+def test_an_impossible_version_is_refused_by_sql(db: psycopg.Connection, version: int) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="payload_version: must be from 1 to 32767"):
+        enqueue(db, "mail", 1, payload_version=version)
+
+
+def test_no_message_takes_the_version_from_its_producer() -> None:
+    with pytest.raises(TypeError, match="payload_version"):
+        NewMessage("mail", 1, payload_version=2)  # type: ignore[call-arg]
+
+
+def test_the_option_of_a_call_is_refused(db: psycopg.Connection, dsn: str) -> None:
+    with pytest.raises((TypeError, ArgumentError)):
+        Outbox(settings_for(dsn)).on(db).enqueue("mail", 1, payload_version=2)  # type: ignore[call-overload]
