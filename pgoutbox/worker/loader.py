@@ -98,6 +98,8 @@ class Loader:
         attempt = self._in_flight.get(row.id)
         if attempt is None and self._in_flight.lost:
             attempt = self._in_flight.lost.pop(row.id, None)
+            if attempt and (row.attempt_count, row.max_attempts) != (attempt.attempt_count + 1, attempt.max_attempts):
+                return False  # An operator may have acted before an attempt in between.
         if attempt is None:
             return False
         if not attempt.may_go_on(row.created_at, row.destination, row.attempt_count, row.max_attempts):

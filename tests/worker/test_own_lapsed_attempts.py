@@ -9,13 +9,23 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox
-from pgoutbox.message import Transient
+from pgoutbox.message import AttemptOutcome, Transient
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.operations import Operator
+from pgoutbox.operations import Correction, Operator
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import attempts_of, enqueue, lapse, make_due, row_of, running, settings_for, state_of
+from tests.support.outbox_actions import (
+    attempts_of,
+    begin,
+    enqueue,
+    lapse,
+    make_due,
+    row_of,
+    running,
+    settings_for,
+    state_of,
+)
 from tests.support.waiting import until
-from tests.support.worker_sql import WatchedWorker, end_lapsed, run_of
+from tests.support.worker_sql import End, WatchedWorker, end_lapsed, finish, run_of
 
 if TYPE_CHECKING:
     from pgoutbox.handlers import Context
@@ -132,6 +142,34 @@ async def test_a_message_that_a_person_corrects_is_handed_over_to_its_new_destin
         await until(lambda: state_of(db, message_id) == "sent")
         opened.set()
     assert destinations == ["mailto:ann@example.org", "mailto:ben@example.org"]
+
+
+@pytest.mark.parametrize("act", ["correct", "redrive"])
+async def test_a_message_is_handed_over_again_if_a_person_acts_before_an_attempt_of_another_worker(
+    dsn: str, db: psycopg.Connection, act: str
+) -> None:
+    """The other attempt gives nothing back. Only the act raises `max_attempts`."""
+    message_id, gate = enqueue(db), Gate(dsn, is_open=False)
+    worker = Worker(gate.outbox)
+    last = 2
+    async with running(worker):
+        await until(lambda: gate.calls)
+        lose(db, message_id)
+        gate.opened.set()
+        await until(lambda: not run_of(worker).state.in_flight)
+        with db.transaction():  # At once: the worker may not claim in between.
+            if act == "correct":
+                assert Operator(db).correct(message_id, Correction(payload={"to": "ann"})).is_done
+            else:
+                begin(db, message_id, worker="other")
+                finish(db, End(message_id, last, AttemptOutcome.FAILED, "no"), worker="other")
+                assert Operator(db).redrive(message_id).is_done
+                last += 1
+            begin(db, message_id, worker="other")
+            finish(db, End(message_id, last, AttemptOutcome.RETRY, delay_seconds=3600), worker="other")
+        claim_again(db, message_id, worker)
+        await until(lambda: state_of(db, message_id) == "sent")
+    assert gate.calls == [1, last + 1]
 
 
 @pytest.mark.parametrize("outcome", [None, Transient("busy")], ids=["sent", "retry"])
