@@ -239,10 +239,10 @@ class WorkerRun:
                     self._report_start()
                     await self._report_unreadable()
                 await self._presence.report(is_first=True)
-                works = {"presence": self._presence.keep_reporting()}
                 if self._ends_by_itself:
                     await self.breakers.inherit()
-                else:
+                works = {"presence": self._presence.keep_reporting()}
+                if not self._ends_by_itself:
                     works["maintenance"] = self._maintenance.keep_taking_turns()
                     works["failure-alerts"] = self.failure_alerts.keep_looking()
                 background += [asyncio.create_task(work, name=f"pgoutbox-{name}") for name, work in works.items()]
@@ -250,15 +250,18 @@ class WorkerRun:
                 if self._ends_by_itself:
                     await self._maintenance.turn_unless(self.state.stopping)
             finally:
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
-                await self._maintenance.stop()
-                await self._wind_down(finishing)
+                try:
+                    await _end(background[1:])
+                    await self._maintenance.stop()
+                finally:
+                    await self._wind_down(finishing)
                 if self._ends_by_itself:
                     await self._report_run(counts)
         finally:
-            await self._close()
+            try:
+                await _end(background[:1])  # The worker is present until its handlers have ended.
+            finally:
+                await self._close()
             self._telemetry.report(
                 logging.DEBUG if self._ends_by_itself else logging.INFO,
                 LogEvent.WORKER_STOPPED,
@@ -458,3 +461,12 @@ class WorkerRun:
 def _name_for(settings: Settings) -> str:
     """Return a unique name for each run of a worker: it is part of the fence."""
     return f"{settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel these tasks, and raise the first error of one that failed."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if result is not None and not isinstance(result, asyncio.CancelledError):
+            raise result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from pgoutbox.database import sql
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
+from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from tests.support.line_server import Line, LineTransport, Mood, line_host
 from tests.support.messages import put
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
@@ -113,6 +115,26 @@ async def test_a_run_leaves_the_count_of_destinations_that_it_does_not_use(dsn: 
         sent = enqueue(db, destination=good.destination)
         await line_worker(dsn).run_once()
         assert (row_of(db, sent).state, failures_of(db)) == ("sent", {dead.key: {"failures": 1}})
+
+
+async def test_a_run_that_is_cancelled_before_it_claims_leaves_no_work_unawaited(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python warns of a coroutine that is never awaited, and pytest makes that an error of this test."""
+    reading = asyncio.Event()
+
+    async def never_read(_: CircuitBreakers) -> None:
+        reading.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(CircuitBreakers, "inherit", never_read)
+    run = asyncio.create_task(line_worker(dsn).run_once())
+    await reading.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    del run
+    gc.collect()
 
 
 def test_destinations_that_are_never_used_again_do_not_pile_up(rolled_back: psycopg.Connection) -> None:

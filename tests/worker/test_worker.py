@@ -27,8 +27,12 @@ from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import Operator, Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
+from pgoutbox.worker.beside.failure_alerts import FailureAlerts
+from pgoutbox.worker.beside.maintenance import Maintenance
+from pgoutbox.worker.beside.presence import Presence
 from pgoutbox.worker.kernel_run import Link
 from pgoutbox.worker.transactional.handler_session import HandlerSession
+from tests.support.held import Held
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
@@ -1348,6 +1352,50 @@ async def test_a_worker_that_was_stopped_before_its_run_ends_at_once(outbox: Out
     worker.stop()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.run()
+
+
+async def test_a_second_cancellation_during_the_end_of_maintenance_leaves_no_message_in_flight(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = asyncio.Event()
+
+    async def never_stop(_: Maintenance) -> None:
+        ending.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Maintenance, "stop", never_stop)
+    held = Held(dsn, shutdown_grace_seconds=0)
+    message_id = enqueue(db)
+    tasks = asyncio.all_tasks()
+    work = asyncio.create_task(held.worker.run())
+    await held.until_begun(message_id)
+    work.cancel()
+    await ending.wait()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert state_of(db, message_id) == "pending"
+    assert asyncio.all_tasks() == tasks
+
+
+@pytest.mark.parametrize(
+    ("part", "work"),
+    [(Presence, "keep_reporting"), (Maintenance, "keep_taking_turns"), (FailureAlerts, "keep_looking")],
+)
+async def test_a_worker_raises_the_error_of_work_beside_deliveries_at_its_end(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, part: type[object], work: str
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    async def fail(_: object) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(part, work, fail)
+    worker = WatchedWorker(outbox)
+    with pytest.raises(RuntimeError, match="planned"):
+        async with running(worker):
+            await worker.asleep.wait()
 
 
 @pytest.mark.slow

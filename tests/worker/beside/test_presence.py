@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import pgoutbox.worker.beside.presence
-from pgoutbox import Context, Message, Outbox, Topic, __version__
+from pgoutbox import Context, Message, Outbox, Sent, Topic, __version__
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from pgoutbox.worker.beside.presence import Presence
+from tests.support.held import Held
 from tests.support.outbox_actions import enqueue, row_of, running, settings_for, state_of
 from tests.support.waiting import until
 from tests.support.worker_sql import run_state
@@ -178,6 +179,20 @@ async def test_a_worker_that_was_suspended_reports_again(
     await b.warnings()
     rows = db.execute("SELECT name, now() - started_at > interval '1 hour' FROM pgoutbox.worker_view ORDER BY 1")
     assert rows.fetchall() == [("a", True), ("b", False)]
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_worker_reports_until_its_handlers_have_ended(dsn: str, db: psycopg.Connection) -> None:
+    held = Held(dsn)
+    message_id = enqueue(db)
+    async with running(held.worker):
+        await held.until_begun(message_id)
+        held.worker.stop()
+        await until(lambda: held.worker.status().is_listener_up is False)  # It no longer claims.
+        db.execute("UPDATE pgoutbox.worker SET seen_at = now() - interval '1 hour'")
+        await until(lambda: names(db))
+        held.end(message_id, Sent())
+    assert names(db) == []
 
 
 @pytest.mark.usefixtures("at_once")
