@@ -254,7 +254,9 @@ class CircuitBreakers:
         counts = message.topic != ALERT_TOPIC
         if (failure := breaker.failure_of(outcome)) is not None:
             trips = counts and breaker.record_failure(failure, self._clock())
-            await self._shared.record_failure(breaker, failure.error, trips=trips)
+            # A cancellation of the send must not lose the answer: only one answer says that the breaker has opened.
+            record = self._shared.record_failure(breaker, failure.error, trips=trips)
+            await asyncio.shield(self._shared.start(record))
             # A probe of another message may have closed it again.
             if not breaker.is_closed:
                 # No probe may come while the breaker is half-open. So the pauses of an alert grow.

@@ -291,6 +291,21 @@ async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
     assert not is_open(db)
 
 
+async def test_an_opening_is_reported_although_its_send_is_cancelled_during_the_query(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, one = hold_back(monkeypatch, "failed"), member()
+    one.at[KEY].answer = DEAD
+    sending = asyncio.create_task(one.send(1))
+    await gate.reached.wait()
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    gate.opened.set()
+    await one.breakers.settle()
+    assert (one.count_of(LogEvent.BREAKER_OPENED), one.breakers.open_count) == (1, 1)
+
+
 @pytest.mark.parametrize("by_probe", [False, True], ids=["first failure", "probe"])
 @pytest.mark.parametrize("unknown", [True, False])
 async def test_a_postponed_message_remembers_whether_it_may_have_been_sent(
