@@ -43,6 +43,7 @@ class HandlerSessions:
         self._telemetry = telemetry
         self._idle: list[HandlerSession] = []
         self._waiting_count = 0
+        self._turn = asyncio.Lock()  # Fair: the attempt that has waited longest gets the next session.
         self._changed = asyncio.Event()
         self._opening: set[asyncio.Task[None]] = set()
         self._open_count = 0  # With those that are being opened.
@@ -121,19 +122,25 @@ class HandlerSessions:
         return bool(self._idle) and self._taken_count < self._allowed_count
 
     async def _take(self, until: float) -> HandlerSession:
+        if self._waiting_count or not self._has_one:
+            await self._wait_for_one(until)
+        self._taken_count += 1
+        return self._idle.pop()
+
+    async def _wait_for_one(self, until: float) -> None:
         self._waiting_count += 1
         try:
             async with asyncio.timeout_at(until):
-                while not self._has_one:
-                    self._open_more()
-                    self._changed.clear()
-                    await self._changed.wait()
+                self._open_more()  # Others may have the turn.
+                async with self._turn:
+                    while not self._has_one:
+                        self._open_more()
+                        self._changed.clear()
+                        await self._changed.wait()
         except TimeoutError:
             raise NoSessionError(self._refusal or "no connection is free") from None
         finally:
             self._waiting_count -= 1
-        self._taken_count += 1
-        return self._idle.pop()
 
     def _open_more(self) -> None:
         while (
