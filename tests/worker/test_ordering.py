@@ -27,12 +27,13 @@ from tests.support.outbox_actions import (
     attempts_of,
     drained,
     enqueue,
+    make_due,
     rows_of,
     running,
     settings_for,
     state_of,
 )
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle
 from tests.support.worker_sql import WatchedWorker, claim_ordered
 
 if TYPE_CHECKING:
@@ -296,13 +297,8 @@ async def test_more_contents_than_a_worker_caches_are_delivered(
     assert got == expected
 
 
-@pytest.mark.parametrize("error", [psycopg.OperationalError("gone"), psycopg.errors.LockNotAvailable()])
-async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
-    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, error: psycopg.Error
-) -> None:
-    line = Line(dsn)
-    with connect() as connection:
-        (message,) = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1"], content="shared")
+def fail_to_read_contents_once(monkeypatch: pytest.MonkeyPatch, error: psycopg.Error) -> None:
+    """Let the next read of contents end by this error."""
     fetch = WorkerConnection.fetch
     trials = 0
 
@@ -314,9 +310,38 @@ async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
         return await fetch(self, statement, parameters)
 
     monkeypatch.setattr(WorkerConnection, "fetch", fail_once)
+
+
+@pytest.mark.parametrize("error", [psycopg.OperationalError("gone"), psycopg.errors.LockNotAvailable()])
+async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, error: psycopg.Error
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        (message,) = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1"], content="shared")
+    fail_to_read_contents_once(monkeypatch, error)
     await drained(line.outbox)
     (row,) = rows_of(db, message.id)
     assert (row.state, row.max_attempts - row.attempt_count) == ("sent", 10)
+
+
+async def test_an_unreadable_content_does_not_release_messages_whose_content_is_cached(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        first, cached = line.outbox.on(connection).enqueue_fanout("greet", 1, ["a:1", "a:2"], content="cached")
+        Outbox().on(connection).reschedule(cached.id, delay=timedelta(hours=1))
+    worker = Worker(line.outbox)
+    async with running(worker):
+        await until(lambda: state_of(db, first.id) == "sent")
+        await until_idle(worker)
+        fail_to_read_contents_once(monkeypatch, psycopg.OperationalError("gone"))
+        with connect() as connection:  # One claim takes both.
+            (unread,) = line.outbox.on(connection).enqueue_fanout("greet", 2, ["a:3"], content="unread")
+            make_due(connection, cached.id)
+        await until(lambda: {state_of(db, one.id) for one in (cached, unread)} == {"sent"})
+    assert [row.attempt_count for row in rows_of(db, cached.id, unread.id)] == [1, 2]
 
 
 async def test_the_content_is_deleted_with_the_last_of_its_messages(
