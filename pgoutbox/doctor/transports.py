@@ -83,6 +83,16 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Finding]:
 
 def _smtp_server(settings: Settings, make: Callable[[Settings], Transport]) -> Iterator[Finding]:
     host = settings.smtp.host or ""
+    signed_in = f"{_SECURITY[settings.smtp.security]}{', signed in' if settings.smtp.username else ''}"
+    yield from _try_transport(
+        make,
+        settings,
+        in_order=f"{host or 'the server'} accepts e-mail: {signed_in}",
+        why=_NO_MAIL,
+        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
+        f"this account or machine send to other servers; see {HOW_TO}/email.html",
+        doubtful=_doubtful_sender,
+    )
     if is_placeholder(host) and host.lower() not in LOOPBACK:
         yield _placeholder(
             "smtp-host-placeholder", "PGOUTBOX_SMTP_HOST", host, "this server does not exist, so no e-mail is sent"
@@ -94,16 +104,6 @@ def _smtp_server(settings: Settings, make: Callable[[Settings], Transport]) -> I
             "everybody on the network can read the e-mails, sign-in links included",
             "set it to starttls or tls",
         )
-    signed_in = f"{_SECURITY[settings.smtp.security]}{', signed in' if settings.smtp.username else ''}"
-    yield from _try_transport(
-        make,
-        settings,
-        in_order=f"{host or 'the server'} accepts e-mail: {signed_in}",
-        why=_NO_MAIL,
-        fix="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _SENDER, and that the server lets "
-        f"this account or machine send to other servers; see {HOW_TO}/email.html",
-        doubtful=_doubtful_sender,
-    )
 
 
 _SECURITY: Final = {"starttls": "STARTTLS", "tls": "TLS", "none": "plain text"}
