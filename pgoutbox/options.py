@@ -276,7 +276,11 @@ def check_defined(options: Mapping[str, object]) -> None:
     """Check the options of a definition. A function of the payload is checked by its results."""
     if "ordering_key" in options and "coalesce_key" in options:
         raise _not_both_keys()
-    checked = {name: OPTIONS[name](name, value) for name, value in options.items() if not callable(value)}
+    checked = {
+        name: OPTIONS[name](name, value)
+        for name, value in options.items()
+        if name == "expires_after" or not callable(value)
+    }
     if checked.get("expires_after") == 0:
         raise ArgumentError("expires_after", "must be more than 0")
 

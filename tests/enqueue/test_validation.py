@@ -103,6 +103,7 @@ def test_an_exception_of_a_topic_function_passes_through() -> None:
         ({"name": "a", "delay": -1}, "delay: must be from 0"),
         ({"name": "a", "expires_after": math.inf}, "expires_after: must be from 0"),
         ({"name": "a", "expires_after": 0}, "expires_after: must be more than 0"),
+        ({"name": "a", "expires_after": lambda _: 60}, "expires_after: must be from 0 to .*, not <function"),
         ({"name": "a", "payload": dict}, "payload: must be a pydantic model"),
         ({"name": "a", "payload": "Account"}, "payload: must be a pydantic model"),
     ],
