@@ -57,7 +57,7 @@ def need_of(scheme: str) -> tuple[str, str] | None:
     """Return what the transport of a scheme needs, and the problem without it; None without such a transport."""
     if scheme not in _AUTOMATIC:
         return None
-    setting = _AUTOMATIC[scheme].setting
+    setting = _AUTOMATIC[scheme].setting if scheme != "http" or find_spec("h11") else ""
     return (variable_of(setting), "is not set") if setting else ("pgoutbox[webhook]", "is not installed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,14 @@ def test_other_contents_need_their_transports_and_settings() -> None:
     ]
     given = {"webhook_secrets": f"whsec_{'A' * 32}", "event_source": "https://club.org"}
     assert lacks(given, functions, ["https", "apprise"]) == []
+
+
+def test_plain_http_needs_the_setting_only_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions, destinations = {"greet": nothing}, {"greet": "http://club.org/hook"}
+    assert lacks({}, functions, (), destinations) == [Lack("PGOUTBOX_WEBHOOK_ALLOW_HTTP", "is not set", ("greet",))]
+    monkeypatch.setitem(sys.modules, "h11", None)
+    allowed = {"webhook_allow_http": True}
+    assert lacks(allowed, functions, (), destinations) == [Lack("pgoutbox[webhook]", "is not installed", ("greet",))]
 
 
 @pytest.mark.parametrize(
