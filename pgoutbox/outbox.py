@@ -262,6 +262,8 @@ class Outbox:
         is_batch: bool = False,
     ) -> Callable[[F], F]:
         _require_topic(name, topic)
+        if unknown := options.keys() - HandlerOptions.__annotations__.keys():
+            raise TypeError(f"{name}: unexpected keyword argument {min(unknown)!r}")
         others: dict[str, Any] = {**options}
         retry, timeout = others.pop("retry", None), others.pop("timeout", None)
 

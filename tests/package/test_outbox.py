@@ -168,6 +168,14 @@ def test_an_invalid_registration_is_refused_and_leaves_nothing_behind(
     assert outbox.handlers == {}
 
 
+@pytest.mark.parametrize("decorator", ["handler", "batch_handler", "on_failed"])
+@pytest.mark.parametrize("option", ["is_batch", "payload", "timeuot"])
+def test_an_unknown_option_of_a_handler_is_refused_by_its_name(outbox: Outbox, decorator: str, option: str) -> None:
+    with pytest.raises(TypeError, match=f"^{decorator}: unexpected keyword argument '{option}'$"):
+        getattr(outbox, decorator)("mail", **{option: True})(handle)
+    assert outbox.handlers == {}
+
+
 @pytest.mark.parametrize("decorator", ["handler", "batch_handler"])
 def test_a_decorator_without_parentheses_is_refused_with_the_correct_form(outbox: Outbox, decorator: str) -> None:
     register: Any = getattr(outbox, decorator)
