@@ -450,7 +450,6 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
         "a worker is running and does not claim them",
         "it serves other queues, has no handler for them, or does not keep up",
         f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
-        queue=name,
     )
 
 
