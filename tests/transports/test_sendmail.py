@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -18,9 +20,10 @@ from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Snooze, Stat
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import SendmailTransport
 from pgoutbox.transports.registry import build
+from pgoutbox.transports.smtp import sendmail
 from pgoutbox.worker import Worker
 from tests.support.mail_servers import LOCAL_DOMAIN, LOCAL_USER, running_exim, running_postfix
-from tests.support.outbox_actions import enqueue, row_of, settings_for
+from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, settings_for
 from tests.support.sends import closed_gate, error_of, outgoing
 from tests.support.settings import settings_with
 from tests.support.waiting import until
@@ -244,6 +247,41 @@ async def test_children_in_the_background_neither_delay_the_answer_nor_end_with_
     await until((tmp_path / "child").exists)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "kind", "told"), [(0, SendFailure, "before it had read the e-mail"), (67, Permanent, "exit code 67")]
+)
+async def test_a_child_that_keeps_the_input_open_does_not_delay_the_answer(
+    program: Callable[[str], Path], tmp_path: Path, code: int, kind: type[Any], told: str
+) -> None:
+    os.mkfifo(tmp_path / "gate")
+    child = f"(cat {tmp_path}/gate >/dev/null; echo delivered >{tmp_path}/child) &"
+    # It exits after the transport has begun to wait for the exit.
+    path = program(f"exec 3<&0\n{child}\nhead -c 1 >/dev/null; exit {code}")
+    large = Email(to="ann@example.com", subject="Hello", attachments=[Attachment("a", b"x" * 250_000)], text="Hi")
+    outcome = await transport_for(path, smtp_timeout_seconds=5).send(outgoing(), large)
+    assert told in error_of(outcome, kind)
+    await asyncio.to_thread((tmp_path / "gate").write_text, "")
+    await until((tmp_path / "child").exists)
+
+
+@pytest.mark.slow
+async def test_a_long_text_on_stderr_does_not_fail_a_program(program: Callable[[str], Path]) -> None:
+    path = program("cat >/dev/null; head -c 200000 /dev/zero >&2 && exit 0; exit 75")
+    assert await transport_for(path).send(outgoing(), EMAIL) == Sent()
+
+
+@pytest.mark.slow
+async def test_the_text_of_a_child_belongs_to_a_failed_program(
+    program: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sendmail, "_PIPE_SECONDS", PATIENCE_SECONDS)
+    # The child writes after the exit of the program.
+    child = "(while kill -0 $$ 2>/dev/null; do :; done; echo late >&2) &"
+    outcome = await transport_for(program(f"cat >/dev/null\n{child}\nexit 67")).send(outgoing(), EMAIL)
+    assert error_of(outcome, Permanent).endswith("exit code 67 (EX_NOUSER): late")
+
+
 # --- the program itself -----------------------------------------------------------------------------------------------
 
 
@@ -336,6 +374,24 @@ async def test_a_missing_program_is_unavailable_whatever_is_sent(tmp_path: Path)
         assert isinstance(outcome, Unavailable)
         assert (outcome.outage, outcome.doubtful) == (False, None)
         assert told in outcome.error
+
+
+async def test_a_process_without_free_file_descriptors_has_an_outage(program: Callable[[str], Path]) -> None:
+    path = program("cat >/dev/null")
+    transport = transport_for(path)
+    assert await transport.send(outgoing(), EMAIL) == Sent()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        outcome = await transport.send(outgoing(), EMAIL)
+    assert error_of(outcome, Unavailable) == f"{path}: Too many open files"
+    assert isinstance(outcome, Unavailable)
+    assert outcome.outage
+    assert await transport.send(outgoing(), EMAIL) == Sent()
 
 
 async def test_a_text_file_without_an_interpreter_is_unavailable(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import contextlib
 import errno
 import os
 import signal
-from asyncio.subprocess import Process
-from io import FileIO
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import TYPE_CHECKING, Final, cast
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
 
 _MAX_STDERR_BYTES: Final = 4_096
+# Pipes end with the program, unless a delivery in the background keeps them open.
 _PIPE_SECONDS: Final = 0.5
 # The time for the end of a killed program.
 _KILL_SECONDS: Final = 1.0
@@ -74,29 +73,25 @@ class SendmailTransport(MailTransport):
                 return Permanent(f"address {address}: begins with -, which a program may take for an option")
         seconds = self._smtp.timeout_seconds + len(rendered.content) // SLOWEST_BYTES_PER_SECOND
         command = (self._path, "-i", "-f", rendered.sender or "<>", "--", *rendered.recipients)
-        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Nothing reads stderr while the program runs: a program loses what the pipe does not hold, and never waits.
-        with FileIO(reader) as complaint, FileIO(writer, "w") as stderr:
-            try:
-                program = await _start(command, stderr.fileno())
-            except OSError as error:
-                reason = f"{self._path}: {error.strerror or error}"
-                return Unavailable(reason, outage=error.errno not in _NOT_EXECUTABLE)
-            try:
-                async with asyncio.timeout(seconds):
-                    # A program expects the line ends of its system.
-                    code, has_read_all = await _feed(program, rendered.content.replace(b"\r\n", b"\n"))
-            except TimeoutError:
-                text = f"{self._path}: did not end within {seconds:g} s, and was killed; outcome unknown"
-                return SendFailure(text, outage=True, unknown=True)
-            finally:
-                await _end(program)
-            text = one_line((complaint.read(_MAX_STDERR_BYTES) or b"").decode(errors="replace"))
-        return self._outcome(code, text, has_read_all=has_read_all, doubtful=f"mailto:{','.join(rendered.recipients)}")
+        try:
+            # A program expects the line ends of its system.
+            program = await _Program.start(command, rendered.content.replace(b"\r\n", b"\n"))
+        except OSError as error:
+            reason = f"{self._path}: {error.strerror or error}"
+            return Unavailable(reason, outage=error.errno not in _NOT_EXECUTABLE)
+        try:
+            async with asyncio.timeout(seconds):
+                code = await program.exit_code()
+        except TimeoutError:
+            text = f"{self._path}: did not end within {seconds:g} s, and was killed; outcome unknown"
+            return SendFailure(text, outage=True, unknown=True)
+        finally:
+            await program.end()
+        return self._outcome(code, program, doubtful=f"mailto:{','.join(rendered.recipients)}")
 
-    def _outcome(self, code: int, complaint: str, *, has_read_all: bool, doubtful: str) -> Outcome:
+    def _outcome(self, code: int, program: _Program, *, doubtful: str) -> Outcome:
         if code == 0:
-            if has_read_all:
+            if program.has_read_all:
                 return Sent()
             text = f"{self._path}: it ended before it had read the e-mail, with exit code 0; outcome unknown"
             return SendFailure(text, outage=True, unknown=True)
@@ -104,7 +99,7 @@ class SendmailTransport(MailTransport):
             text = f"{self._path}: ended by signal {-code}, outcome unknown"
             return SendFailure(text, outage=True, unknown=True)
         name = f" ({_NAMES[code]})" if code in _NAMES else ""
-        text = f"{self._path}: exit code {code}{name}: {complaint or 'no text on stderr'}"
+        text = f"{self._path}: exit code {code}{name}: {program.complaint or 'no text on stderr'}"
         if code in _REFUSES_EMAIL:
             return Permanent(text)
         if code in _NEEDS_REPAIR:
@@ -121,56 +116,100 @@ def _check_program(path: Path) -> Outcome:
     return Sent()
 
 
-async def _start(command: Sequence[str], stderr: int) -> Process:
-    """Start the program in a session of its own, so that it can be killed with its children."""
-    starting = asyncio.ensure_future(
-        asyncio.create_subprocess_exec(
-            *[text.encode() for text in command], stdin=PIPE, stdout=DEVNULL, stderr=stderr, start_new_session=True
+class _Program(asyncio.SubprocessProtocol):
+    """A running program. It gets its input while its output is read, so neither can block the other.
+
+    `Process.wait` of some versions of Python also waits for the pipes, which a child may keep open.
+    """
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._exited: asyncio.Future[None] = loop.create_future()
+        self._stderr_ended: asyncio.Future[None] = loop.create_future()
+        self._stdin_ended: asyncio.Future[bool] = loop.create_future()
+        self._is_fed = False
+        self._stderr = b""
+        self._transport: asyncio.SubprocessTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport of the new program."""
+        self._transport = cast("asyncio.SubprocessTransport", transport)
+
+    @classmethod
+    async def start(cls, command: Sequence[str], data: bytes) -> _Program:
+        """Start the program in a session of its own, so that it can be killed with its children."""
+        starting = asyncio.ensure_future(
+            asyncio.get_running_loop().subprocess_exec(
+                cls,
+                *[text.encode() for text in command],
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                start_new_session=True,
+            )
         )
-    )
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        # asyncio does not survive a cancellation of the start. It takes milliseconds.
-        starting.add_done_callback(_discard)
-        await asyncio.wait([starting])
-        if starting.exception() is None:
-            await _end(starting.result())
-        raise
+        try:
+            transport, program = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio does not survive a cancellation of the start. It takes milliseconds.
+            starting.add_done_callback(_discard)
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                await starting.result()[1].end()
+            raise
+        stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
+        program._is_fed = not stdin.is_closing()  # Otherwise asyncio drops the data silently.
+        stdin.write(data)
+        stdin.write_eof()
+        return program
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:  # noqa: ARG002 - only stderr is read
+        """Keep the first bytes, and read on: a full pipe would stop the program."""
+        self._stderr += data[: _MAX_STDERR_BYTES - len(self._stderr)]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """Note the end of a pipe: of stdin with an error, if the program has not taken all data."""
+        if fd == 0:
+            self._stdin_ended.set_result(exc is None)
+        else:
+            self._stderr_ended.set_result(None)
+
+    def process_exited(self) -> None:
+        """Note the exit. Children of the program may still have its pipes."""
+        self._exited.set_result(None)
+
+    async def exit_code(self) -> int:
+        """Wait for the exit, and then shortly for the end of the pipe that the outcome needs."""
+        await asyncio.wait([self._exited])
+        code = cast("int", self._transport.get_returncode())
+        await asyncio.wait([self._stdin_ended if code == 0 else self._stderr_ended], timeout=_PIPE_SECONDS)
+        return code
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether the program has taken all data from the pipe."""
+        return self._is_fed and self._stdin_ended.done() and self._stdin_ended.result()
+
+    @property
+    def complaint(self) -> str:
+        """The text of stderr on one line."""
+        return one_line(self._stderr.decode(errors="replace"))
+
+    def kill(self) -> None:
+        """Kill the program with its children if it runs. Its exit closes the pipes."""
+        if not self._exited.done():
+            # A program with the rights of another user cannot be killed.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._transport.get_pid(), signal.SIGKILL)
+        self._exited.add_done_callback(lambda _: self._transport.close())
+
+    async def end(self) -> None:
+        """Kill the program if it runs, and wait shortly for its exit."""
+        self.kill()
+        await asyncio.wait([self._exited], timeout=_KILL_SECONDS)
 
 
-async def _feed(program: Process, data: bytes) -> tuple[int, bool]:
-    """Return the exit code, and whether the program has taken all data from the pipe."""
-    stdin = cast("asyncio.StreamWriter", program.stdin)
-    is_open = not stdin.is_closing()  # Otherwise asyncio drops the data silently.
-    stdin.write(data)
-    stdin.write_eof()
-    code = await program.wait()
-    with contextlib.suppress(TimeoutError, OSError):
-        # A delivery in the background may keep the pipe open.
-        async with asyncio.timeout(_PIPE_SECONDS):
-            await stdin.wait_closed()
-            return code, is_open
-    return code, False
-
-
-def _discard(starting: asyncio.Future[Process]) -> None:
+def _discard(starting: asyncio.Future[tuple[asyncio.SubprocessTransport, _Program]]) -> None:
     """Kill a program that was started for a cancelled send."""
     if not starting.cancelled() and starting.exception() is None:
-        _kill(starting.result())
-
-
-def _kill(program: Process) -> None:
-    """Kill the program with its children if it runs."""
-    if program.returncode is None:
-        # A program with the rights of another user cannot be killed.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(program.pid, signal.SIGKILL)
-
-
-async def _end(program: Process) -> None:
-    """Kill the program if it runs, and wait shortly for its exit."""
-    _kill(program)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_KILL_SECONDS):
-            await program.wait()
+        starting.result()[1].kill()
