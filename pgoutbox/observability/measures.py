@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import starmap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pgoutbox.message import State
@@ -299,9 +300,9 @@ class Measures:
         """Count one attempt with another outcome."""
         self._counts[ATTEMPTS.name][self._topics[message.topic], self._queues[message.queue], outcome] += 1
 
-    def samples(self, metric: Metric) -> list[Sample]:
-        """Return the values of a counter of messages."""
-        return [Sample(labels, value) for labels, value in dict(self._counts[metric.name]).items()]
+    def samples(self, metric: Metric) -> Iterator[Sample]:
+        """Return the current values of a counter of messages. Each sample is made when it is read."""
+        return starmap(Sample, dict(self._counts[metric.name]).items())
 
     def distributions(self, metric: Metric) -> Mapping[str, Distribution]:
         """Return the distributions of a histogram by topic."""

@@ -11,9 +11,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pgoutbox.observability import measures
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, WorkerStatus
+from pgoutbox.observability.measures import (
+    HANDLER_SECONDS,
+    WAIT_SECONDS,
+    Distribution,
+    Measures,
+    Sample,
+    WatchedWorker,
+    WorkerStatus,
+)
+from pgoutbox.observability.opentelemetry import Exporter
 from tests.support.sends import outgoing
+from tests.support.settings import settings_with
+from tests.support.traces import Point, metered, points_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +65,24 @@ def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS)["welcome"].sum == 30.0
     assert measures.distributions(HANDLER_SECONDS)["welcome"].sum == 1.0
+
+
+def test_an_export_to_opentelemetry_makes_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, ...]] = []
+
+    def make(labels: tuple[str, ...], value: float) -> Sample:
+        made.append(labels)
+        return Sample(labels, value)
+
+    counts = Measures(max_label_values=10)
+    counts.claimed([("welcome", "bulk")], at=0.0)
+    counts.sent([replace(outgoing(), queue="bulk")])
+    with metered(monkeypatch) as reader:
+        Exporter(WatchedWorker(counts, lambda: WELL, dict), settings_with(metrics_backlog=False))
+        monkeypatch.setattr(measures, "Sample", make)
+        points = points_of(reader)
+    assert points["pgoutbox.claimed"] == [Point({"topic": "welcome", "queue": "bulk"}, 1)]
+    assert sorted(labels for labels in made if "bulk" in labels) == [("welcome", "bulk"), ("welcome", "bulk", "sent")]
 
 
 @pytest.mark.parametrize(
