@@ -407,7 +407,14 @@ _KAFKA = """
 import sys
 from confluent_kafka import Producer
 
-cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1, "log_level": 0})
+cluster = Producer(
+    {
+        "bootstrap.servers": "mock",
+        "test.mock.num.brokers": 1,
+        "test.mock.broker.rtt": int(sys.argv[1]),
+        "log_level": 0,
+    }
+)
 (broker,) = cluster.list_topics(timeout=30).brokers.values()
 print(broker.port, flush=True)
 sys.stdin.read()
@@ -415,14 +422,15 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def kafka_server() -> Iterator[Broker]:
+def kafka_server(*, round_trip_milliseconds: int = 0) -> Iterator[Broker]:
     """Run librdkafka's broker for tests: the real protocol on a real port, records in memory, and every topic
     exists.
 
     It chooses its own port, so it cannot be restarted on the same one."""
     with own_home("kafka") as home:
         output = home / "output"
-        broker = Broker([sys.executable, "-c", _KAFKA], home, 0, answers=lambda: output.read_text().endswith("\n"))
+        command = [sys.executable, "-c", _KAFKA, str(round_trip_milliseconds)]
+        broker = Broker(command, home, 0, answers=lambda: output.read_text().endswith("\n"))
         try:
             broker.start(unprivileged=False)  # The account `nobody` may have no access to this interpreter.
             broker.port = int(output.read_text())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, TopicPartition
 
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, SendFailure, Sent, Transient
 from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from tests.support.brokers import (
@@ -269,3 +269,19 @@ async def test_messages_wait_until_their_topic_exists(broker: Broker, dsn: str, 
 async def test_a_topic_that_the_broker_refuses_is_unavailable(open_transport: Open, code: int) -> None:
     transport = open_transport(f"{HOST}:{free_port()}")
     assert refusal_of(transport._refusal("orders", KafkaError(code))).startswith("kafka:topic orders: produce: ")
+
+
+async def test_a_broker_that_answers_late_is_reached(open_transport: Open) -> None:
+    with kafka_server(round_trip_milliseconds=700) as broker:
+        transport = open_transport(broker, broker_timeout_seconds=30)
+        assert await transport.check() == Sent()
+        assert await transport.send(outgoing(destination="kafka:far"), EVENT) == Sent()
+
+
+async def test_an_invalid_option_of_the_client_is_named() -> None:
+    settings = settings_with(
+        kafka_servers=f"{HOST}:{free_port()}", kafka_security="none", event_source="https://club.org"
+    )
+    transport = KafkaTransport(settings, options={"lingerr.ms": 5})
+    for outcome in (await transport.check(), await transport.send(outgoing(destination="kafka:orders"), EVENT)):
+        assert error_of(outcome, SendFailure) == 'connect: No such configuration property: "lingerr.ms"'

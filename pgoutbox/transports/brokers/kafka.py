@@ -38,7 +38,9 @@ _client_logger = getLogger("confluent_kafka")
 _SERVERS: Final = re.compile(r"[^\s,:]+:\d{1,5}(?:,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
 _TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _POLL_SECONDS: Final = 0.2
+# How long the first query for a broker waits, and the longest one, which a close waits for.
 _ASK_SECONDS: Final = 0.5
+_MAX_ASK_SECONDS: Final = 4.0
 # Errors after which the record may have been appended.
 _UNKNOWN_OUTCOMES: Final = (
     "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
@@ -82,7 +84,10 @@ class KafkaTransport(BrokerTransport[str, "_Link"]):
 
     async def _connected(self, target: str | None) -> _Link:
         if self._link is None:
-            self._link = _Link(self._configuration, target)
+            try:
+                self._link = _Link(self._configuration, target)
+            except KafkaException as refused:  # An invalid option.
+                raise ConnectionError(refused.args[0].str()) from refused
         link = self._link
         try:
             # A queued record may have been sent, so the producer gets no record before it has seen a broker.
@@ -180,16 +185,18 @@ class _Link:
         self._thread.join()
 
     def _poll(self) -> None:
-        is_reached = False
+        is_reached, seconds = False, _ASK_SECONDS
         while not self._is_closing:
-            if not is_reached and (is_reached := self._has_broker()):
-                self._loop.call_soon_threadsafe(self.reached.set)
+            if not is_reached:
+                if is_reached := self._has_broker(seconds):
+                    self._loop.call_soon_threadsafe(self.reached.set)
+                seconds = min(2 * seconds, _MAX_ASK_SECONDS)  # The broker may be far away, or its answer long.
             self._producer.poll(_POLL_SECONDS)
         self._producer.poll(0)
 
-    def _has_broker(self) -> bool:
+    def _has_broker(self, seconds: float) -> bool:
         try:
-            self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
+            self._producer.list_topics(self._topic, timeout=seconds)
         except KafkaException:  # The callback reports errors of the connections.
             return False
         return True
