@@ -112,7 +112,8 @@ LOOK_FUNCTIONS: Final = (
     "_redacted_text _require_home _require_package _tokens_of"
 )
 FUNCTION_RIGHTS: Final[dict[str, str]] = {
-    PRODUCER: f"{ENQUEUE_FUNCTIONS} _cancel_each _is_known_topic _read_redirect _require_home _require_package",
+    PRODUCER: f"{ENQUEUE_FUNCTIONS} _cancel_each _is_known_topic partitions _read_redirect _require_home "
+    "_require_package",
     WORKER: f"{ENQUEUE_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent "
     "_handled_as _here _hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads "
