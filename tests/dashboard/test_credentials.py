@@ -292,6 +292,13 @@ def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
     assert limiter.take("local") == 0
 
 
+def test_attempts_of_a_quiet_time_are_not_saved_up(clock: Clock) -> None:
+    limiter = RateLimiter(burst=3, interval_seconds=10)
+    assert limiter.take("192.0.2.1") == 0
+    clock.at += 1_000
+    assert [limiter.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
+
+
 def test_the_rate_limit_remembers_a_limited_number_of_addresses(clock: Clock) -> None:
     limiter = RateLimiter(burst=1, interval_seconds=10, capacity=100)
     for number in range(1_000):
