@@ -158,6 +158,12 @@ class TestPrune:
         parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
         assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
 
+    def test_a_rule_of_another_state_does_not_exempt_its_topic(self, rolled_back: psycopg.Connection) -> None:
+        Operator(rolled_back).set_retention("*", "sent", DAY)
+        Operator(rolled_back).set_retention("mail", "failed", None)
+        put(rolled_back, State.SENT, topic="mail", age=2 * DAY)
+        assert Operator(rolled_back).prune_by_retention().messages == {State.SENT: 1}
+
     @pytest.mark.parametrize("topic", ["*", "mail"])
     @pytest.mark.parametrize(
         ("statement", "state", "what"),
