@@ -67,11 +67,12 @@ def prune(
     if older_than is None and (states or topic):
         raise typer.BadParameter("--state and --topic need --older-than")
     chosen = frozenset(states or PRUNED_BY_DEFAULT)
+    settings = options.settings  # Warns of a misspelt variable before the question.
     if older_than is not None:
         age = f"{older_than / timedelta(days=1):g} days"
         action = f"delete every message that has been {' or '.join(sorted(chosen))} for {age}"
         confirm(action, yes=yes or bool(states or topic))
-    with open_operator(options.settings) as operator, interruptible("the deletions so far are committed"):
+    with open_operator(settings) as operator, interruptible("the deletions so far are committed"):
         if older_than is None:
             chosen = FINAL_STATES
             if not operator.retention_rules():

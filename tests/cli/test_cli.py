@@ -278,6 +278,15 @@ class TestUsage:
         assert done.exit_code == 0
         assert done.err == ("warning: unknown setting PGOUTBOX_CONCURENCY; did you mean PGOUTBOX_CONCURRENCY?\n")
 
+    def test_a_misspelt_variable_is_reported_before_the_confirmation(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DNS", "x")
+        done = cli("prune", "--older-than", "1d")
+        warning, refusal = done.err.splitlines()
+        assert (done.exit_code, warning) == (2, "warning: unknown setting PGOUTBOX_DNS; did you mean PGOUTBOX_DSN?")
+        assert refusal.startswith("error: this would delete every message")
+
     def test_a_command_has_help(self, cli_anywhere: Callable[..., Done]) -> None:
         done = cli_anywhere("--help")
         assert done.exit_code == 0
