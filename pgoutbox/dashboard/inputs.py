@@ -202,10 +202,10 @@ def range_of(given: Given) -> Range:
     return RANGES[choice_of(given, "range", RANGES) or next(iter(RANGES))]
 
 
-def duration_of(form: Given, name: str = "duration", *, at_least: int = 1) -> timedelta | None:
-    """Return the length of a pause, a redirect or a delay; None if empty."""
+def duration_of(form: Given, name: str = "duration", *, at_least: int = 1, unit: str = "minutes") -> timedelta | None:
+    """Return the length of a pause, a redirect or a delay, in this unit if the form names none; None if empty."""
     count = number_of(form, name, at_least=at_least, at_most=1_000_000)
-    unit = choice_of(form, "unit", UNIT_SECONDS) or "minutes"
+    unit = choice_of(form, "unit", UNIT_SECONDS) or unit
     if count is None:
         return None
     duration = timedelta(seconds=count * UNIT_SECONDS[unit])

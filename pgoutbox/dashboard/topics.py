@@ -118,7 +118,7 @@ async def _enqueue(request: Request, outbox: Outbox, topic: Topic[Any], form: in
     options: dict[str, Any] = {
         name: inputs.text_of(form, name, at_most=MAX_DESTINATION_BYTES) for name in _TEXT_OPTIONS
     }
-    options["delay"] = inputs.duration_of(form, "delay", at_least=0)
+    options["delay"] = inputs.duration_of(form, "delay", at_least=0, unit="seconds")
     # A lone surrogate is refused like any other invalid text.
     payload = from_json(form.get("payload", "").encode("utf-8", "surrogatepass"), "payload")
 

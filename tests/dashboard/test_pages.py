@@ -1253,6 +1253,25 @@ def test_the_options_of_the_form_are_stored(shop: Site, db: psycopg.Connection) 
     assert row == ([1], "tel:1", "o", "c", "d", timedelta(hours=2))
 
 
+def test_a_delay_without_a_unit_is_in_seconds_and_a_pause_in_minutes(shop: Site, db: psycopg.Connection) -> None:
+    assert shop.ada.post("/enqueue", data={"topic": "search.index", "payload": "[1]", "delay": "5"}).status_code == 303
+    delays = db.execute("SELECT available_at - created_at FROM pgoutbox.message").fetchall()
+    assert delays == [(timedelta(seconds=5),)]
+    assert shop.ada.post("/queues/bulk/pause", data={"duration": "5"}).status_code == 303
+    assert pauses_of(db) == [timedelta(minutes=5)]
+
+
+def test_a_pause_has_as_many_seconds_as_its_field_has_digits(site: Site, db: psycopg.Connection) -> None:
+    form = {"duration": "999999", "unit": "seconds"}
+    assert site.ada.post("/queues/bulk/pause", data=form).status_code == 303
+    assert pauses_of(db) == [timedelta(seconds=999_999)]
+
+
+def pauses_of(db: psycopg.Connection) -> list[timedelta]:
+    """Return the lengths of the pauses of queues."""
+    return [length for (length,) in db.execute("SELECT resume_at - paused_at FROM pgoutbox.queue")]
+
+
 FORM_ERRORS: Final[list[tuple[str, dict[str, str], str | None, str]]] = [
     ("mail.welcome", {"payload": '{"user_id": 7}'}, "payload", "payload.email: does not fit Welcome"),
     ("mail.welcome", {"payload": '{"user_id": 7,}'}, "payload", "payload: not JSON at line 1, column 15"),
