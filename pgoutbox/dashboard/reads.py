@@ -364,9 +364,9 @@ def _windows(
             if looked_at and time.monotonic() >= over_at:
                 return
             continue
-        looked_at += size
-        is_full = sum(row["row_count"] for row in found) == size
-        before_id = min(row["last_id"] for row in found) if is_full else None
+        row_count = sum(row["row_count"] for row in found)
+        looked_at += row_count
+        before_id = min(row["last_id"] for row in found) if row_count == size else None
         yield found, before_id, looked_at
         if before_id is None or time.monotonic() >= over_at:
             return

@@ -293,6 +293,13 @@ def test_an_act_begins_a_new_count_of_the_depth(db: psycopg.Connection, monkeypa
     assert highest() == 1
 
 
+def test_a_search_counts_the_rows_that_it_has_read(db: psycopg.Connection) -> None:
+    for _ in range(3):
+        put(db)
+    assert reads.search(db, NOWHERE, limit=1).looked_at == 3
+    assert reads.count_near(db, NOWHERE).looked_at == 3
+
+
 def test_only_messages_that_have_failed_an_attempt_count_as_retrying(db: psycopg.Connection) -> None:
     put(db)
     again, snoozed = put(db), put(db)
