@@ -75,6 +75,7 @@ class Access:
             max_seconds=settings.web.session_max_seconds,
         )
         self.authenticate: Final = authenticate
+        self._is_open_to_all = False
         self.has_sign_in: Final = bool(people)
         named = [name.strip().lower() for name in (settings.web.hosts or "").split(",") if name.strip()]
         self.hosts: Final = frozenset(hosts) | frozenset(named)
@@ -111,11 +112,15 @@ class Access:
     @classmethod
     def open_to_all(cls, role: Role, settings: Settings, *, hosts: Collection[str] = LOOPBACK_NAMES) -> Self:
         """Require no sign-in: every request has this role. For your own machine only."""
-        return cls(settings, authenticate=lambda _: Viewer("anyone", role), hosts=hosts)
+        access = cls(settings, authenticate=lambda _: Viewer("anyone", role), hosts=hosts)
+        access._is_open_to_all = True
+        return access
 
     async def identify(self, request: Request) -> Viewer | None:
         """Return the viewer, or None if nobody has signed in. The forms of a browser need the viewer's CSRF token."""
-        origin, token = f"web {address_of(request)}", _bearer_of(request)
+        origin = f"web {address_of(request)}"
+        # Without sign-in no token is checked, so none replaces the check of the form.
+        token = None if self._is_open_to_all else _bearer_of(request)
         if self.authenticate is not None:
             answered = self.authenticate(request)
             viewer = await answered if inspect.isawaitable(answered) else answered

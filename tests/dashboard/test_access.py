@@ -866,6 +866,8 @@ def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(open_site: 
     data = {"csrf_token": csrf_of(client)}
     assert client.post("/act", data=data, headers={"Origin": "https://evil.example"}).status_code == 403
     assert client.post("/act", headers=OURS).status_code == 403
+    assert client.post("/act", headers=OURS | bearer("any")).status_code == 403, "nobody has checked this token"
+    assert client.post("/act", data=data, headers=bearer("any")).status_code == 403, "no sign of our own page"
     assert client.post("/act", data=data, headers=OURS).status_code == 200
 
 
