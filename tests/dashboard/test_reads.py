@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,30 @@ def test_no_read_exceeds_its_limit_of_rows(
     plan = steps_of(full, name, parameters)
     assert most_read(plan) <= bound
     assert "Gather" not in str(plan), "the plan uses parallel workers"
+
+
+@pytest.mark.parametrize(("by", "computes_times"), [("queue", False), ("topic", True)])
+def test_the_rates_of_queues_compute_no_times_of_messages(
+    full: psycopg.Connection, by: str, *, computes_times: bool
+) -> None:
+    parameters = {"by": by, "names": ["default", "greet"], "seconds": 300, "cap": CAP}
+    steps = full.execute(f"EXPLAIN (VERBOSE) {sql.ENDED_RATES}".encode(), parameters).fetchall()
+    assert bool(re.search(r"finished_at - m\w*\.claimed_at", str(steps))) == computes_times
+
+
+def test_the_times_of_a_topic_are_those_of_its_sent_messages(rolled_back: psycopg.Connection) -> None:
+    for state, seconds in ((State.SENT, 2), (State.FAILED, 60)):
+        message_id = put(rolled_back, state)
+        rolled_back.execute(
+            "UPDATE pgoutbox.message SET attempt_count = 1, finished_at = now(),"
+            " claimed_at = now() - make_interval(secs => %(seconds)s),"
+            " available_at = now() - make_interval(secs => 2 * %(seconds)s) WHERE id = %(id)s",
+            {"seconds": seconds, "id": message_id},
+        )
+    prepare(rolled_back)
+    (rate,) = reads.rates(rolled_back, "topic", ["mail"]).values()
+    assert (rate["waited"], rate["handled"]) == ([2, 2], [2, 2])
+    assert rate["per_second"] == 2 / reads.RATE_SECONDS
 
 
 def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycopg.Connection) -> None:
