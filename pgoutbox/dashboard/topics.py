@@ -19,7 +19,7 @@ from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.charts import ended_lines
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import Connection
-from pgoutbox.dashboard.pages import Context, show
+from pgoutbox.dashboard.pages import Context, Load, show
 from pgoutbox.dashboard.rendering import format_json, link, query, render_page
 from pgoutbox.enqueue.calls import Enqueued
 from pgoutbox.enqueue.payloads import from_json
@@ -40,10 +40,13 @@ async def topics(request: Request) -> Response:
     return await show(request, "topics.html" if asked is None else "topic.html", _topics)
 
 
-def _topics(request: Request, connection: Connection) -> Context:
+def _topics(request: Request) -> Load:
     asked = inputs.text_of(request.query_params, "topic")
     start = inputs.text_of(request.query_params, "start") or ""
-    dashboard = dashboard_of(request)
+    return partial(_load_topics, dashboard_of(request), asked, start)
+
+
+def _load_topics(dashboard: Dashboard, asked: str | None, start: str, connection: Connection) -> Context:
     outbox = dashboard.outbox
     found, nothing = dashboard.topics(connection)
     known = {} if outbox is None else {facts.topic: facts for facts in describe_topics(outbox)}

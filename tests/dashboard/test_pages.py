@@ -1898,6 +1898,15 @@ def test_without_a_database_every_page_reports_only_that(tmp_path: Path, open_si
     assert (answer.status_code, answer.text) == (503, "The database cannot be reached.\n")
 
 
+def test_without_a_database_an_invalid_parameter_is_still_named(tmp_path: Path, open_site: Callable[..., Site]) -> None:
+    site = open_site(f"postgresql://app@/nowhere?host={tmp_path}")
+    for path, name in [*INVALID_PARAMETERS, ("/queues?queue=No such", "queue"), ("/topics?start=%00", "start")]:
+        answer = site.ada.get(path)
+        assert answer.status_code == 422, path
+        assert re.search(rf"\b{name}: ", Page(answer.text).words), path
+    assert site.ada.get("/messages/abc").status_code == 404
+
+
 def test_a_schema_that_needs_a_later_package_is_told_in_its_words(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
 ) -> None:
