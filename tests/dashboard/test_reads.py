@@ -177,6 +177,15 @@ def test_the_times_of_a_topic_are_those_of_its_sent_messages(rolled_back: psycop
     assert rate["per_second"] == 2 / reads.RATE_SECONDS
 
 
+@pytest.mark.parametrize("state", ["pending", "sending"])
+@pytest.mark.parametrize("name", ["SHOW_MESSAGE", "SHOW_MESSAGE_VIEW"])
+def test_showing_a_message_reads_no_backlog(full: psycopg.Connection, name: str, state: str) -> None:
+    """The limit of its queue counts the messages in flight."""
+    newest = "SELECT max(id) FROM pgoutbox.message_view WHERE state = %s AND ordering_key IS NULL"
+    ((message_id,),) = full.execute(newest, [state])
+    assert most_read(steps_of(full, name, {"id": message_id, "characters": 10})) <= IN_FLIGHT_COUNT
+
+
 def test_the_names_of_queues_are_found_without_reading_their_messages(db: psycopg.Connection) -> None:
     """A search for the next queue with a retry would read all fresh messages of those that have none."""
     db.execute(

@@ -14,6 +14,7 @@ SELECT
 FROM m
 -- With OFFSET 0 the text is only computed once.
 CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
+-- With m.id, which is not a constant, the view would be read for all messages.
 LEFT JOIN LATERAL (
-    SELECT w.reason, w.waits_for, w.until FROM pgoutbox.waiting_view AS w WHERE w.id = m.id
+    SELECT w.reason, w.waits_for, w.until FROM pgoutbox.waiting_view AS w WHERE w.id = %(id)s::bigint
 ) AS waiting ON m.state = 'pending'
