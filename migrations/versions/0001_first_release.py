@@ -121,10 +121,11 @@ def is_applied_by_another_run() -> bool:
 def upgrade() -> None:
     if is_applied_by_another_run():
         return
-    run("SET LOCAL check_function_bodies = off")  # Functions call each other, whatever the order of their names.
+    # Functions call each other, whatever the order of their names. SET LOCAL has no effect on an AUTOCOMMIT engine.
+    run("SET check_function_bodies = off")
     for statement in (*statements(ORDER), *comments()):
         run(statement)
-    run("SET LOCAL check_function_bodies = on")
+    run("RESET check_function_bodies")
     run(note_revision(1, lowest_package="0.1"))
 
 

@@ -86,7 +86,9 @@ from pgoutbox.migrate import include_name
 metadata = sqlalchemy.MetaData()
 sqlalchemy.Table("customer", metadata, sqlalchemy.Column("id", sqlalchemy.Integer, primary_key=True))
 
-engine = sqlalchemy.create_engine(context.config.attributes["url"], poolclass=sqlalchemy.pool.NullPool)
+engine = sqlalchemy.create_engine(
+    context.config.attributes["url"], poolclass=sqlalchemy.pool.NullPool, **context.config.attributes["engine"]
+)
 with engine.connect() as connection:
     context.configure(connection=connection, target_metadata=metadata, **context.config.attributes["options"])
     with context.begin_transaction():
@@ -542,6 +544,7 @@ class TestAsBranchOfTheHost:
         (tmp_path / "script.py.mako").write_text(template.read_text())
         config = Config(tmp_path / "alembic.ini", cmd_opts=Namespace(x=["pgoutbox_drop=yes"]))
         config.attributes["url"] = empty_dsn.replace("postgresql://", "postgresql+psycopg://", 1)
+        config.attributes["engine"] = {}
         config.attributes["options"] = {}
         return config
 
@@ -549,6 +552,14 @@ class TestAsBranchOfTheHost:
         command.upgrade(host, "heads")
         assert {"public.customer", "public.alembic_version", "pgoutbox.message"} <= tables(empty_dsn)
         assert "pgoutbox.alembic_version" not in tables(empty_dsn)
+
+    def test_a_host_with_an_autocommit_engine_creates_the_same_schema(
+        self, host: Config, dsn: str, empty_dsn: str
+    ) -> None:
+        host.attributes["engine"] = {"isolation_level": "AUTOCOMMIT"}
+        command.upgrade(host, "heads")
+        standalone = [found for found in catalog(dsn) if "alembic_version" not in found[1]]
+        assert catalog(empty_dsn) == standalone
 
     def test_autogenerate_of_the_host_finds_no_changes(self, host: Config) -> None:
         command.upgrade(host, "heads")
