@@ -411,6 +411,12 @@ class TestRoles:
             assert migrate.grants(deploying) == []
         assert catalog(dsn) == once
 
+    def test_a_member_of_the_owner_keeps_its_rights_until_a_downgrade_to_base_ends(self, dsn: str) -> None:
+        """It did not set the role, so revoking the rights of the owner would also take away its own."""
+        with login(dsn, "pgoutbox_owner") as theirs:
+            migrate.downgrade(theirs, "base")
+        assert migrate.current(dsn) is None
+
     def test_objects_added_by_a_superuser_belong_to_the_schema_owner(
         self, owner_dsn: str, empty_dsn: str, newest: str
     ) -> None:

@@ -1,19 +1,20 @@
--- The schema remains if it has other tables, such as the version table of a stand-alone installation. They go to the
--- caller, and their grants to these roles are revoked. A role remains if it is granted to another role, or has
+-- The schema remains if it has other tables, such as the version table of a stand-alone installation. A superuser
+-- becomes their owner. Their grants to these roles are revoked. A role remains if it is granted to another role, or has
 -- privileges in another database. PostgreSQL fails with an internal error while that database is being dropped.
 DO $block$
 DECLARE
     known text;
+    is_superuser constant boolean := (SELECT r.rolsuper FROM pg_catalog.pg_roles AS r WHERE r.rolname = current_user);
 BEGIN
-    IF to_regrole('pgoutbox_owner') IS NOT NULL
-        AND (SELECT r.rolsuper FROM pg_catalog.pg_roles AS r WHERE r.rolname = current_user)
-    THEN
+    IF is_superuser AND to_regrole('pgoutbox_owner') IS NOT NULL THEN
         REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER;
     END IF;
     FOREACH known IN ARRAY
         ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer', 'pgoutbox_owner']
     LOOP
         CONTINUE WHEN to_regrole(known) IS NULL OR known = current_user;
+        -- A member of this role has only its rights, and needs them until the end.
+        CONTINUE WHEN known = 'pgoutbox_owner' AND NOT is_superuser;
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM %I', known);
         EXECUTE format('REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM %I', known);
         EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM %I', known);
