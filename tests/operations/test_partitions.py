@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox.database import operator_connection
+from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Operator, retention
 from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_maintenance_facts
@@ -283,6 +283,19 @@ class TestDrop:
                "IF false THEN")  # fmt: skip
         operator.execute(DROP, [name])
         assert rows_of(operator) == []
+
+    def test_messages_that_a_rule_still_keeps_are_not_read_for_the_end_of_their_partition(
+        self, db: psycopg.Connection, connect: Connect
+    ) -> None:
+        """A rule that deletes sent messages at once keeps their keys, which are read before the drop."""
+        keep(db)
+        Operator(db).set_retention("code", "sent", timedelta())
+        add_partition(db, 20)
+        put(db, State.SENT, age=20 * DAY)
+        partition = read_maintenance_facts(db).partitions[0]
+        connect().execute("LOCK TABLE pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
+        ((kept_until,),) = db.execute(sql.KEPT_UNTIL, partition._asdict()).fetchall()
+        assert kept_until == partition.upper_at + 30 * DAY
 
     def test_the_partition_of_today_stays_under_any_rules(self, operator: psycopg.Connection) -> None:
         keep(operator, timedelta())

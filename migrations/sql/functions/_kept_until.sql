@@ -1,7 +1,8 @@
 -- When retention rules stop keeping the messages that ended within this period; infinity if a message is never deleted,
 -- and minus infinity if there is none. If every message in one of these states has a rule that deletes it, the longest
 -- rule gives the time when all messages of a period are deleted. Otherwise only the messages themselves show it. A rule
--- that deletes sent messages at once keeps their dedupe keys, so these messages are deleted one by one.
+-- that deletes sent messages at once keeps their dedupe keys, so these messages are deleted one by one. Only a partition
+-- that is about to be dropped is read for them.
 CREATE FUNCTION pgoutbox._kept_until(lower_at timestamptz, upper_at timestamptz)
 RETURNS timestamptz
 LANGUAGE plpgsql
@@ -11,14 +12,14 @@ SET timezone = 'UTC'
 AS $function$
 DECLARE
     latest timestamptz;
+    may_keep_keys boolean;
 BEGIN
-    SELECT max(upper_at + r.keep)
-    INTO latest
+    SELECT max(upper_at + r.keep), bool_or(r.state = 'sent' AND r.keep = interval '0')
+    INTO latest, may_keep_keys
     FROM pgoutbox.retention AS r
     WHERE r.state IN ('sent', 'skipped', 'cancelled')
-    HAVING bool_and(r.keep IS NOT NULL AND (r.keep > interval '0' OR r.state <> 'sent'))
-        AND count(*) FILTER (WHERE r.topic = '*') = 3;
-    IF latest IS NOT NULL THEN
+    HAVING bool_and(r.keep IS NOT NULL) AND count(*) FILTER (WHERE r.topic = '*') = 3;
+    IF latest > now() OR NOT may_keep_keys THEN
         RETURN latest;
     END IF;
     SELECT max(CASE
