@@ -434,6 +434,17 @@ def test_a_drain_waits_for_due_in_flight_and_retried_messages(rolled_back: psyco
     assert owed(rolled_back) == 0
 
 
+def test_a_drain_reads_the_limits_of_a_paused_queue_once_for_all_its_messages(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.message (topic, payload) SELECT 'greet', '1' FROM generate_series(1, 1000)"
+    )
+    rolled_back.execute("SET LOCAL track_functions = 'pl'")
+    assert owed(rolled_back) == 0
+    calls = "SELECT calls FROM pg_stat_xact_user_functions WHERE funcname = '_tokens_of'"
+    assert rolled_back.execute(calls).fetchall() == [(1,)]
+
+
 @pytest.mark.parametrize(
     ("other", "comes_first", "scheduled", "waited_for"),
     [

@@ -25,6 +25,4 @@ WHERE m.queue = ANY (%(queues)s::text[])
                 OR (e.attempt_count = 0 AND e.available_at > now())
             )
     )
-    AND NOT EXISTS (
-        SELECT FROM pgoutbox.queue_view AS q WHERE q.name = m.queue AND q.is_paused
-    )
+    AND m.queue <> ALL (ARRAY(SELECT q.name FROM pgoutbox.queue_view AS q WHERE q.is_paused))
