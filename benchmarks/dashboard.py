@@ -212,7 +212,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
         "FAILED_LATELY": {"cap": CAP},
         "LIST_FAILURES": {"topic": None, "seconds": None, "cap": GROUP_ROWS, "limit": 100},
         "SEARCH_WINDOW": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
-        "IN_FLIGHT_IDS": {"ids": None, "rows": SEARCH_ROWS},
+        "IN_FLIGHT_IDS": {"ids": None, **search, "rows": SEARCH_ROWS},
         "SEARCH_AHEAD": {**nowhere.parameters(), "after_id": 0, "through_id": count, "rows": 20_000},
         "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
         "FIRST_FROM": {"id": count // 2},

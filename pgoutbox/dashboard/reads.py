@@ -347,16 +347,16 @@ def _windows(
     before_id, not_below_id = _bounds(connection, which, before_id)
     parameters = {**which.parameters(), "not_below_id": not_below_id, "limit": most_matches}
     most, looked_at = rows_of(which), 0
-    if set(which.states) == {State.SENDING}:
-        # They are few, and have an index of their own.
-        held = connection.execute(sql.IN_FLIGHT_IDS, parameters | {"rows": most})
-        parameters["ids"] = [row[0] for row in held.fetchall()]
     window = Window(most)
     while True:
         size = min(window.rows, most - looked_at) if looked_at < most else window.rows
+        asked = parameters | {"before_id": before_id, "rows": size}
         try:
             with window.read(), connection.transaction():
-                found = rows(connection, sql.SEARCH_WINDOW, parameters | {"before_id": before_id, "rows": size})
+                if set(which.states) == {State.SENDING}:
+                    # They are few, and have an index of their own.
+                    asked["ids"] = [one for (one,) in connection.execute(sql.IN_FLIGHT_IDS, asked).fetchall()]
+                found = rows(connection, sql.SEARCH_WINDOW, asked)
         except psycopg.errors.QueryCanceled:
             if size == 1:
                 raise

@@ -344,6 +344,23 @@ def test_a_search_with_few_results_stops_and_can_be_continued(
     assert (ids_on(page), steps) == ([rare], 2)
 
 
+def test_a_search_of_messages_in_flight_reaches_all_of_them(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest claim is read first without an order."""
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 3)
+    monkeypatch.setattr(reads, "SEARCH_SECONDS", PROCESS_PATIENCE_SECONDS)
+    rare, *ids = [put(db, State.SENDING, topic=topic) for topic in ("rare", *["mail"] * 7)]
+    assert ids_on(get(site.vera, "/messages?state=sending")) == [*ids[::-1], rare]
+    assert ids_on(get(site.vera, "/messages?state=sending&topic=rare")) == [rare]
+    seen, path = [], "/messages?state=sending&limit=2"
+    while path:
+        page = get(site.vera, path)
+        seen += ids_on(page)
+        path = next((href for href in page.values("a", "href") if "before=" in href), "")
+    assert seen == [*ids[::-1], rare]
+
+
 def test_a_search_of_texts_that_take_long_is_answered_in_parts(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

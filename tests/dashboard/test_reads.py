@@ -131,7 +131,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("SEARCH_WINDOW", {**NOWHERE.parameters(), **NEAR}, ROWS),
         ("SEARCH_WINDOW", {**IN_FAILED.parameters(), **NEAR}, ROWS),
         ("SEARCH_WINDOW", {**IN_GROUP.parameters(), **NEAR}, ROWS),
-        ("IN_FLIGHT_IDS", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("IN_FLIGHT_IDS", {**NOWHERE.parameters(), **NEAR}, IN_FLIGHT_COUNT),
         ("SEARCH_KEYS", {"ids": [1, 2, 3], "text": "x"}, 3),
         ("SEARCH_AHEAD", {**NOWHERE.parameters(), "rows": ROWS, "after_id": 0, "through_id": 10**12}, ROWS),
         ("SEARCH_WINDOW", {**SELECTED.parameters(), **NEAR, "rows": 10**6}, 3),
