@@ -24,6 +24,7 @@ from pgoutbox.operations import (
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
+from tests.support.races import until_blocked
 from tests.support.worker_sql import End, claim, finish, sleeping_worker
 
 if TYPE_CHECKING:
@@ -499,6 +500,23 @@ class TestResend:
                     producer.commit()
                     break
             assert (resent.result().result, resent.result().other_id) == (ActResult.SUPERSEDED, newer)
+
+    def test_a_message_that_is_sent_during_a_resend_is_not_refused_as_sent(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        message_id = put(operator, State.SENDING)
+        ((definition,),) = operator.execute("SELECT pg_get_functiondef('pgoutbox._state_of'::regproc)").fetchall()
+        operator.execute(definition.replace("BEGIN", "BEGIN PERFORM pg_advisory_xact_lock(1);").encode())
+        gate, worker, observer = connect(), connect(autocommit=True), connect(autocommit=True)
+        gate.execute("SELECT pg_advisory_xact_lock(1)")
+        with ThreadPoolExecutor(1) as threads:
+            resent = threads.submit(Operator(operator).resend, message_id)
+            until_blocked(observer, operator, resent)
+            worker.execute(
+                "UPDATE pgoutbox.message SET state = 'sent', finished_at = now() WHERE id = %s", [message_id]
+            )
+            gate.commit()
+            assert resent.result().result == ActResult.RESENT
 
     def test_a_missing_message_is_reported(self, rolled_back: psycopg.Connection) -> None:
         answer = Operator(rolled_back).resend(UNUSED_ID)

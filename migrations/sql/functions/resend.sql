@@ -5,7 +5,8 @@
 -- its id last, would then supersede it with older content. The source is locked as well: if a prune deleted it before
 -- the copy commits, it would also delete the content, to which no other message refers. Only the message that the head
 -- names is the newest of its key. A missing head was deleted after its newest message. A head with a smaller id was
--- inserted later, by a transaction that had drawn its id before.
+-- inserted later, by a transaction that had drawn its id before. The state is read before the source, which is found if
+-- it was sent in between. A sent message that is not found was deleted in between.
 CREATE FUNCTION pgoutbox.resend(message_id bigint)
 RETURNS SETOF pgoutbox.act_result
 LANGUAGE plpgsql
@@ -13,6 +14,7 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
+    earlier_state constant text := pgoutbox._state_of(resend.message_id);
     newest_id bigint;
     source pgoutbox.message;
     copy_id bigint;
@@ -29,7 +31,7 @@ BEGIN
     WHERE m.id = resend.message_id AND m.state = 'sent'
     FOR KEY SHARE;
     IF NOT FOUND THEN
-        source.state := pgoutbox._state_of(resend.message_id);
+        source.state := nullif(earlier_state, 'sent');
     ELSIF source.coalesce_key IS NULL OR newest_id = source.id THEN
         -- All options that are columns of a message, but for those of its time and the dedupe key, which it has itself.
         copy_id := (pgoutbox._enqueue(
