@@ -805,6 +805,7 @@ class TestPausedTopics:
             ("mail", 0.5, "duration: must be from 1 second to 10 years"),
             ("mail", -60, "duration: must be from 1 second to 10 years"),
             ("mail", 1e9, "duration: must be from 1 second to 10 years"),
+            ("Mail", 0.5, "topic: must be 1 to 63 of"),
         ],
     )
     def test_an_invalid_pause_is_refused(

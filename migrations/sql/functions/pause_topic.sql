@@ -9,11 +9,13 @@ SET timezone = 'UTC' -- The details of the act do not depend on the session.
 AS $function$
 #variable_conflict use_column
 DECLARE
-    problem constant text := CASE
-        WHEN pause_topic.duration NOT BETWEEN interval '1 second' AND interval '10 years'
-            THEN 'duration: must be from 1 second to 10 years'
-        ELSE pgoutbox._draft_error(pgoutbox._draft(pause_topic.topic, '1', NULL))
-    END;
+    problem constant text := coalesce(
+        pgoutbox._draft_error(pgoutbox._draft(pause_topic.topic, '1', NULL)),
+        CASE
+            WHEN pause_topic.duration NOT BETWEEN interval '1 second' AND interval '10 years'
+                THEN 'duration: must be from 1 second to 10 years'
+        END
+    );
 BEGIN
     PERFORM pgoutbox._raise_argument_error(problem, in_function => 'pause_topic');
     RETURN QUERY
