@@ -1,7 +1,6 @@
 -- The partitions of message_done and their times, without the default one.
 --
--- This function, and those that change partitions, read and write times as text. UTC and ISO are the only unambiguous
--- choice.
+-- This function and make_partition read and write times as text. UTC and ISO are the only unambiguous choice.
 CREATE FUNCTION pgoutbox.partitions()
 RETURNS TABLE (name text, lower_at timestamptz, upper_at timestamptz)
 LANGUAGE sql
