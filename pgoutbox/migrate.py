@@ -290,7 +290,8 @@ def note_revision(number: int, *, lowest_package: str) -> str:
         number=number, lowest_package=lowest_package, applied_by=PACKAGE_VERSION, digest=digest_of(number)
     )
     # With its values, for the script of `--sql` too.
-    return str(statement.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True}))
+    dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
+    return str(statement.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 
 
 def version_location() -> str:
