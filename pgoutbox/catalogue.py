@@ -175,7 +175,9 @@ def correct_message(
     """
     if "payload" in correction and outbox is not None and operator.reads_payloads():
         message, _ = operator.show_message(message_id, whole=True)
-        model = find_topic(outbox, message.topic).payload
+        topic = find_topic(outbox, message.topic)
+        # The model is that of the topic's own version.
+        model = topic.payload if message.payload_version == topic.version else None
         if model is not None and not is_sealed(message.payload):
             try:
                 fit(model, _merged(message.payload, correction["payload"]))

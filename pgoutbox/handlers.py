@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -127,7 +128,7 @@ class Handler:
 
     def _upgraded(self, message: Message[object]) -> object:
         """Return the payload of an earlier version in the version of the topic."""
-        payload = message.payload
+        payload = copy.deepcopy(message.payload)  # A batch handler may get it again.
         if message.payload_version > self.version:
             raise _unreadable(
                 message, f"the payload has version {message.payload_version}, and the topic {self.version}"

@@ -128,6 +128,7 @@ class Failure(BaseModel):
     created_at: AwareDatetime
     failed_at: AwareDatetime
     payload: Any
+    payload_version: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ WHERE l.relation = to_regclass('pgoutbox.alembic_version')
 LIMIT 1
 """
 
+FORGET_REVISION = "DELETE FROM pgoutbox.revision WHERE number = (SELECT max(r.number) FROM pgoutbox.revision AS r)"
 _NOTE_REVISION = "SELECT pgoutbox._note_revision(:number, :lowest_package, :applied_by, :digest)"
 
 _LOST_TO_ANOTHER_RUN = (
@@ -282,6 +283,7 @@ def note_revision(number: int, *, lowest_package: str) -> str:
 
     It fails while workers run whose package is lower than `lowest_package`. Later sessions of such a package are
     refused. So a revision that breaks the statements of an earlier package names the first one that it does not break.
+    Its downgrade runs `FORGET_REVISION` first.
     """
     from sqlalchemy import text
     from sqlalchemy.dialects import postgresql

@@ -17,7 +17,7 @@ from pgoutbox.database import connections
 # A semicolon ends a statement unless it is in a comment, a literal or the body of a function.
 _STATEMENT: Final = re.compile(r"(?>--[^\n]*|'(?:[^']|'')*'|(\$\w*\$).*?\1|BEGIN ATOMIC\b.*?\nEND|[^;])+;", re.DOTALL)
 _COMMENT: Final = re.compile(r"--[^\n]*\n?")
-_NAME: Final = r"(?:ONLY )?(?:IF EXISTS )?(pgoutbox\.\w+)"
+_NAME: Final = r"(?:IF EXISTS )?(?:ONLY )?(pgoutbox\.\w+)"
 # The first pattern that matches counts: the lock, and whether the statement reads the whole relation.
 _LOCKS: Final = tuple(
     (re.compile(pattern.replace("NAME", _NAME), re.DOTALL), lock, reads)
@@ -32,10 +32,19 @@ _LOCKS: Final = tuple(
         (r"ALTER TABLE NAME .*?\b(?:SET NOT NULL|TYPE)\b", "ACCESS EXCLUSIVE", True),
         (r"ALTER (?:TABLE|VIEW) NAME", "ACCESS EXCLUSIVE", False),
         (r"CREATE OR REPLACE VIEW NAME", "ACCESS EXCLUSIVE", False),
-        (r"(?:DROP (?:TABLE|VIEW|INDEX)|TRUNCATE) NAME", "ACCESS EXCLUSIVE", False),
+        (r"CREATE TABLE .*?\bPARTITION OF NAME", "ACCESS EXCLUSIVE", False),
+        (r"(?:DROP (?:TABLE|VIEW|INDEX(?: CONCURRENTLY)?)|TRUNCATE(?: TABLE)?) NAME", "ACCESS EXCLUSIVE", False),
+        (r"LOCK TABLE NAME", "as it says", False),
+        (r"SELECT (pgoutbox)\._note_revision", "SHARE", False),
         (r"(?:UPDATE|DELETE FROM) NAME", "ROW EXCLUSIVE", True),
         (r"INSERT INTO NAME", "ROW EXCLUSIVE", False),
     )
+)
+# These lock no table of messages. Any other statement is shown without a relation: read it.
+_HARMLESS: Final = re.compile(
+    r"BEGIN|COMMIT|SET |RESET |GRANT |REVOKE |COMMENT ON (?:FUNCTION|TYPE|VIEW|COLUMN)|ALTER TYPE|"
+    r"(?:CREATE|CREATE OR REPLACE|DROP) FUNCTION|CREATE (?:TYPE|SEQUENCE|SCHEMA|VIEW)|"
+    r"CREATE TABLE (?!.*(?:PARTITION OF|REFERENCES))"
 )
 # With the partitions of a table, and the indexes of each.
 _SIZE: Final = """
@@ -52,7 +61,7 @@ class PlannedStep(NamedTuple):
     """A statement of a migration on a relation that exists.
 
     All locks last until the end of the migration, which is one transaction. `seconds` is an estimate for a statement
-    that reads all of the relation.
+    that reads all of the relation. A statement whose lock is not known has no relation.
     """
 
     relation: str
@@ -65,15 +74,15 @@ class PlannedStep(NamedTuple):
 def plan(dsn: str) -> list[PlannedStep]:
     """Return the statements of `pgoutbox migrate` on relations of this database, in their order. Changes nothing."""
     before = migrate.current(dsn)
-    if before == migrate.head():
-        return []
-    script = migrate.upgrade_sql("head" if before is None else f"{before}:head")
+    if before in (None, migrate.head()):
+        return []  # A new schema has no table that anybody uses.
+    script = migrate.upgrade_sql(f"{before}:head")
     steps = []
     with connections.connect(dsn, purpose="migrate", answer_seconds=60.0) as connection:
         connection.read_only = True
-        for match in _STATEMENT.finditer(script.replace(f"pgoutbox.{migrate.VERSION_TABLE}", "")):
+        for match in _STATEMENT.finditer(script):
             statement = " ".join(_COMMENT.sub("", match[0]).split())
-            step = _step_of(statement, connection)
+            step = None if migrate.VERSION_TABLE in statement else _step_of(statement, connection)
             if step is not None:
                 steps.append(step)
     return steps
@@ -82,9 +91,11 @@ def plan(dsn: str) -> list[PlannedStep]:
 def _step_of(statement: str, connection: psycopg.Connection) -> PlannedStep | None:
     for pattern, lock, reads in _LOCKS:
         if found := pattern.match(statement):
-            sizes = connection.execute(_SIZE, [found[1]]).fetchall()
+            # The end of a revision locks the reports of workers.
+            relation = "pgoutbox.worker" if found[1] == "pgoutbox" else found[1]
+            sizes = connection.execute(_SIZE, [relation]).fetchall()
             if not sizes:
                 return None  # The migration itself creates it.
             ((size,),) = sizes
-            return PlannedStep(found[1], lock, size, round(size / _BYTES_PER_SECOND, 1) if reads else 0.0, statement)
-    return None
+            return PlannedStep(relation, lock, size, round(size / _BYTES_PER_SECOND, 1) if reads else 0.0, statement)
+    return None if _HARMLESS.match(statement) else PlannedStep("", "unknown", 0, 0.0, statement)

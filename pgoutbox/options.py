@@ -29,7 +29,7 @@ MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64
 MAX_HEADER_BYTES: Final = 65_536
 MAX_ATTEMPTS_BOUND: Final = 10_000
-MAX_VERSION: Final = 32_767
+MAX_VERSION: Final = 100
 MAX_DELAY: Final = timedelta(days=3_650)
 SECRETS: Final = (Secret, SecretStr, SecretBytes)
 NO_SECRETS: Final = (

@@ -24,7 +24,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH
-from pgoutbox.topics import NewMessage, Topic, name_of
+from pgoutbox.topics import NewMessage, Topic
 from pgoutbox.transports import Content, Transport
 
 _FAILED: Final = ".failed"  # The end of a hook's topic; _enqueue_failure() appends it too.
@@ -93,7 +93,7 @@ class Outbox:
 
     @property
     def topics(self) -> Mapping[str, Topic[Any]]:
-        """The defined topics by name."""
+        """The defined topics by name, and by their former names."""
         return MappingProxyType(self._topics)
 
     @property
@@ -122,14 +122,16 @@ class Outbox:
         Define each name once, and before the topic's handler, or this raises `ConfigurationError`. Defining the same
         object again is fine.
         """
-        known = self._topics.get(topic.name)
-        if known is not None and known is not topic:
-            raise ConfigurationError(f"topic {topic.name!r} is already defined")
-        if known is None and topic.name in self._handlers:
-            raise ConfigurationError(f"topic {topic.name!r} has a handler already: define the topic before it")
-        if known is None and topic.name in self._hooks:
-            raise ConfigurationError(f"topic {topic.name!r} has a hook already: define the topic before it")
-        self._topics[topic.name] = topic
+        names = (topic.name, *topic.aliases)
+        for name in names:
+            known = self._topics.get(name)
+            if known is not None and known is not topic:
+                raise ConfigurationError(f"topic {name!r} is already defined")
+            if known is None and name in self._handlers:
+                raise ConfigurationError(f"topic {name!r} has a handler already: define the topic before it")
+            if known is None and name in self._hooks:
+                raise ConfigurationError(f"topic {name!r} has a hook already: define the topic before it")
+        self._topics.update(dict.fromkeys(names, topic))
         return topic
 
     @property
@@ -268,8 +270,8 @@ class Outbox:
         retry, timeout = others.pop("retry", None), others.pop("timeout", None)
 
         def register(function: F) -> F:
-            topic_name = name_of(topic)
             definition = self.define(topic) if isinstance(topic, Topic) else self._topics.get(topic) or Topic(topic)
+            topic_name = definition.name
             if definition.retry is not None and retry is not None:
                 raise ConfigurationError(
                     f"handler of topic {topic_name!r}: retry: belongs to the definition of the topic"

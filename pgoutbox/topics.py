@@ -5,6 +5,7 @@ A mistake in a topic raises `ConfigurationError` at its definition.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
@@ -112,10 +113,9 @@ class Topic(Generic[P]):
                 raise ArgumentError(
                     f"upgrade[{version!r}]", f"must be for an earlier version than the topic's, which is {self.version}"
                 )
-            if not callable(function):
-                raise ArgumentError(
-                    f"upgrade[{version}]", f"must be a function of the payload, not {preview(function)}"
-                )
+            if inspect.iscoroutinefunction(function) or not callable(function):
+                text = f"must be a function of the payload, not async, not {preview(function)}"
+                raise ArgumentError(f"upgrade[{version}]", text)
         for version in range(min(self.upgrade, default=self.version), self.version):
             if version not in self.upgrade:
                 raise ArgumentError("upgrade", f"has no function for version {version}")

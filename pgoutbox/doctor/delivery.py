@@ -139,6 +139,17 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
             messages=count,
             topic=topic,
         )
+    for row in rows:
+        topic, version = row["topic"], row["newest_version"]
+        if topic in handlers and version > handlers[topic].version:
+            yield problem(
+                "messages-without-handler",
+                f"topic {topic}: messages with version {version} of the payload wait, and its handler knows version "
+                f"{handlers[topic].version}",
+                "workers never claim messages of a version that they do not know",
+                "deploy the release that has it",
+                topic=topic,
+            )
     if more := worst[_TOPICS_NAMED:]:
         yield problem(
             "messages-without-handler",

@@ -77,7 +77,7 @@ async def run_pass(
         _BorrowingStore(connection, settings, hooks=hooks),
         Telemetry(_log),
         queues=Turns(parse_queues(queues)),
-        topics=sorted(handlers),
+        topics=sorted(name for handler in handlers.values() for name in handler.handled),
         stopping=asyncio.Event(),
     )
     breakers = CircuitBreakers(run, transports)

@@ -48,7 +48,9 @@ class Dispatcher:
         (attempt,) = attempts
         handler = attempt.handler
         try:
-            message = attempt.message if handler.payload is None else handler.parse(attempt.message)
+            message = attempt.message
+            if handler.payload is not None or message.payload_version != handler.version:
+                message = handler.parse(message)
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:

@@ -62,6 +62,7 @@ _OUTCOMES = (
     LogEvent.RELEASED,
 )
 _FINAL_WRITE_SECONDS = 5.0
+_REPORT_PAUSE_SECONDS = 0.2  # A migration has locked the reports of workers, and may refuse this package.
 _POLL_SECONDS = 1.0  # For the retries of other workers during a drain.
 # Threads beside those of the attempts, for the event loop's look-ups of names.
 _LOOK_UP_THREADS = 4
@@ -238,7 +239,10 @@ class WorkerRun:
                 if not self.state.stopping.is_set():
                     self._report_start()
                     await self._report_unreadable()
-                await self._presence.report(is_first=True)
+                while not await self._presence.report(is_first=True) and not self.state.stopping.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_REPORT_PAUSE_SECONDS):
+                            await self.state.stopping.wait()
                 if self._ends_by_itself:
                     await self.breakers.inherit()
                 works = {"presence": self._presence.keep_reporting()}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, assert_never
 
+from pgoutbox.database.server import OldPackageError
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
@@ -29,6 +30,7 @@ _log = logging.getLogger("pgoutbox.worker.supervisor")
 
 _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
+_REFUSED = 3  # Of a child whose package is too old: the supervisor ends with 1.
 
 
 def run_worker(
@@ -60,7 +62,13 @@ def run_worker(
             work = worker.drain
         case _:
             assert_never(mode)
-    asyncio.run(_run(worker, work))
+    try:
+        asyncio.run(_run(worker, work))
+    except OldPackageError as error:
+        if SUPERVISOR_FD_VARIABLE not in os.environ:
+            raise
+        Telemetry(_log).report(logging.CRITICAL, LogEvent.WORKER_FAILED, "worker failed", reason=str(error))
+        return _REFUSED
     return 0
 
 
@@ -211,10 +219,10 @@ class _Supervisor:
             if child.process is None or (code := child.process.poll()) is None:
                 continue
             pid, child.process = child.process.pid, None
-            if code in (0, _USAGE_ERROR) or self._signals_seen:
+            if code in (0, _USAGE_ERROR, _REFUSED) or self._signals_seen:
                 stopped = self._signals_seen > 0 and code == -signal.SIGTERM  # It had no signal handler yet.
-                child.exit_code = 0 if stopped else code if code >= 0 else 128 - code
-                if code == _USAGE_ERROR:
+                child.exit_code = 0 if stopped else 1 if code == _REFUSED else code if code >= 0 else 128 - code
+                if code in (_USAGE_ERROR, _REFUSED):
                     self._end_all()
                 continue
             now = time.monotonic()

@@ -21,7 +21,7 @@ from pathlib import Path
 from alembic import op
 from sqlalchemy import DDL
 
-from pgoutbox.migrate import note_revision
+from pgoutbox.migrate import FORGET_REVISION, note_revision
 
 revision = "pgoutbox_0002"
 down_revision = "pgoutbox_0001"
@@ -48,10 +48,9 @@ def upgrade():
 
 
 def downgrade():
+    # The column stays: a call that began with the later functions would not find it.
+    run(FORGET_REVISION)
     replace_functions(SQL / "sql" / "functions")
-    run("ALTER TABLE pgoutbox.message DROP COLUMN campaign")
-    run("ALTER TYPE pgoutbox.draft DROP ATTRIBUTE campaign")
-    run("DELETE FROM pgoutbox.revision WHERE number = 2")
 """
 
 
@@ -111,8 +110,8 @@ def install_later(directory: Path) -> Release:
     )
     _replace(
         package / "message.py",
-        "    payload_version: int = 1\n",
-        "    payload_version: int = 1\n    campaign: str | None = None\n",
+        "    content: JsonValue = None\n    payload_version: int = 1\n",
+        "    content: JsonValue = None\n    payload_version: int = 1\n    campaign: str | None = None\n",
     )
     _replace(
         package / "worker" / "loader.py",

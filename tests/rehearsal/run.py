@@ -107,7 +107,8 @@ class Fleet:
             code = process.poll()
             if code is not None:
                 if code != -signal.SIGKILL:
-                    self.log.append(f"{name}: ended by itself with {code}")
+                    said = (self.directory / f"{name}.log").read_text()[-1500:]
+                    self.log.append(f"{name}: ended by itself with {code}: {said}")
                 self.processes[name] = (run(), run)
 
     def migrate(self, release: Release, *arguments: str) -> float:

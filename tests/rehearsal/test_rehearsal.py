@@ -58,8 +58,9 @@ def test_the_plan_of_a_migration_names_locks_and_sizes_and_changes_nothing(empty
     assert [(step["relation"], step["lock"]) for step in steps] == [
         ("pgoutbox.message", "ACCESS EXCLUSIVE"),
         ("pgoutbox.message", "SHARE"),
+        ("pgoutbox.worker", "SHARE"),
     ]
     assert all(step["size_bytes"] > 0 for step in steps)
-    assert [step["seconds"] > 0 for step in steps] == [False, False]  # It is empty.
+    assert [step["seconds"] > 0 for step in steps] == [False] * 3  # It is empty.
     assert migrate.current(empty_dsn) == "pgoutbox_0001"
     assert run(later, "--plan").splitlines()[0].split("\t")[:2] == ["relation", "lock"]

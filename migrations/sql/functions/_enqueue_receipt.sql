@@ -53,7 +53,7 @@ BEGIN
             options.available_at, options.delay, options.expires_at, options.expires_after, options.max_attempts,
             options.headers
         ) = 0
-        AND (options.payload_version BETWEEN 1 AND 32767) IS NOT FALSE
+        AND (options.payload_version BETWEEN 1 AND 100) IS NOT FALSE
     ) IS NOT TRUE THEN
         problem := pgoutbox._draft_error(options);
         IF problem IS NOT NULL THEN

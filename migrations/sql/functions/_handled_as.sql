@@ -5,4 +5,4 @@ CREATE FUNCTION pgoutbox._handled_as(topic text, payload_version smallint)
 RETURNS text
 LANGUAGE sql
 IMMUTABLE
-RETURN (CASE WHEN payload_version = 1 THEN topic ELSE topic || '@' || payload_version END);
+RETURN (CASE WHEN payload_version = 1 THEN topic ELSE topic || '@' || payload_version::text END);

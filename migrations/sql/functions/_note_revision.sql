@@ -25,6 +25,12 @@ BEGIN
     INSERT INTO pgoutbox.revision (number, lowest_package, applied_by, digest)
     VALUES (
         _note_revision.number, _note_revision.lowest_package, _note_revision.applied_by, _note_revision.digest
-    );
+    )
+    -- That of a downgrade without forget_revision.
+    ON CONFLICT ON CONSTRAINT revision_pkey DO UPDATE
+    SET applied_at = excluded.applied_at,
+        lowest_package = excluded.lowest_package,
+        applied_by = excluded.applied_by,
+        digest = excluded.digest;
 END
 $function$;

@@ -10,7 +10,12 @@ AS $function$
 DECLARE
     newest record;
 BEGIN
-    SELECT r.number, r.lowest_package INTO newest FROM pgoutbox.revision AS r ORDER BY r.number DESC LIMIT 1;
+    -- A later revision that needs less lifts no bar.
+    SELECT max(r.number) OVER () AS number, r.lowest_package
+    INTO newest
+    FROM pgoutbox.revision AS r
+    ORDER BY pgoutbox._release_of(r.lowest_package) DESC
+    LIMIT 1;
     IF pgoutbox._release_of(_require_package.package) < pgoutbox._release_of(newest.lowest_package) THEN
         RAISE EXCEPTION USING
             ERRCODE = 'OB004',

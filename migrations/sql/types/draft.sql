@@ -41,7 +41,7 @@ SELECT CASE
         THEN 'payload: must not have more than 16777216 bytes'
     WHEN length(draft.queue) > 63 OR draft.queue !~ '^[a-z][a-z0-9_.-]*$'
         THEN 'queue: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
-    WHEN draft.payload_version NOT BETWEEN 1 AND 32767 THEN 'payload_version: must be from 1 to 32767'
+    WHEN draft.payload_version NOT BETWEEN 1 AND 100 THEN 'payload_version: must be from 1 to 100'
     WHEN draft.max_attempts NOT BETWEEN 1 AND 10000 THEN 'max_attempts: must be from 1 to 10000'
     WHEN draft.coalesce_key = '' THEN 'coalesce_key: must not be empty; pass NULL for no key'
     WHEN draft.dedupe_key = '' THEN 'dedupe_key: must not be empty; pass NULL for no key'

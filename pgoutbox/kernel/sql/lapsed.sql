@@ -151,6 +151,7 @@ WITH judged AS MATERIALIZED (
             'attempt_count', m.attempt_count,
             'created_at', m.created_at,
             'failed_at', m.finished_at,
+            'payload_version', m.payload_version,
             -- An enqueue refuses more than 16 MiB, and a refused enqueue would keep the message from failing.
             'payload', CASE WHEN octet_length(m.payload::text) <= 16000000 THEN m.payload END
         ) END AS failure

@@ -96,10 +96,11 @@ class Presence:
             await self.report()
             await asyncio.sleep(_INTERVAL_SECONDS * random.uniform(1 - _JITTER, 1 + _JITTER))
 
-    async def report(self, *, is_first: bool = False) -> None:
+    async def report(self, *, is_first: bool = False) -> bool:
         """Report once, and warn. The first report does not warn about messages: other workers may start now.
 
-        Errors are logged, not raised. Only a schema that has become too new for this package stops the worker.
+        Errors are logged, not raised. Only a schema that has become too new for this package stops the worker. Returns
+        whether the report was not locked out.
         """
         self._has_reported = True
         parameters = {
@@ -117,13 +118,13 @@ class Presence:
                 rows = await self._store.claims.fetch(sql.REPORT_WORKER, parameters)
         except OldPackageError as error:
             self._stop(error)
-            return
+            return True
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._note_failure(error)
-            return
+            return not isinstance(error, psycopg.errors.LockNotAvailable)
         self._failure = None
         if self._ends_by_itself:
-            return
+            return True
         troubles = map(Trouble._make, rows)
         found = {_identity(trouble): trouble for trouble in troubles if trouble.kind == "breaker" or not is_first}
         self._warned_at = {identity: at for identity, at in self._warned_at.items() if identity in found}
@@ -132,6 +133,7 @@ class Presence:
             if now - self._warned_at.get(identity, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
                 self._warned_at[identity] = now
                 self._warn(trouble)
+        return True
 
     def _warn(self, trouble: Trouble) -> None:
         if trouble.kind == "breaker":

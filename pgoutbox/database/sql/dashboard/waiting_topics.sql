@@ -3,6 +3,7 @@
 WITH counted AS (
     SELECT
         one.topic,
+        one.payload_version,
         one.id,
         one.available_at,
         one.has_failed,
@@ -26,6 +27,7 @@ SELECT
     count(*) FILTER (WHERE c.available_at <= now()) AS due,
     (array_agg(c.id ORDER BY c.available_at, c.id))[1] AS first_id,
     max(c.id) FILTER (WHERE c.has_failed) AS tried_id,
+    max(c.payload_version) AS newest_version,
     EXISTS (SELECT FROM counted AS e GROUP BY e.queue, e.part, e.rows HAVING count(*) >= e.rows)
         OR cardinality(%(names)s::text[]) >= %(queues)s::bigint AS is_capped
 FROM counted AS c
