@@ -5,5 +5,5 @@ LANGUAGE sql
 IMMUTABLE
 PARALLEL SAFE
 BEGIN ATOMIC
-    SELECT string_to_array(substring(_release_of.version FROM '^\d+(?:\.\d+)*'), '.')::numeric[];
+    SELECT string_to_array(substring(_release_of.version FROM '^[0-9]+(?:[.][0-9]+)*'), '.')::numeric[];
 END;

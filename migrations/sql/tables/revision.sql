@@ -5,5 +5,5 @@ CREATE TABLE pgoutbox.revision (
     lowest_package text        NOT NULL, -- Workers and commands of a lower version of the package are refused.
     applied_by     text        NOT NULL, -- The version of the package that applied it.
     digest         text        NOT NULL, -- Of its SQL files: pgoutbox migrate refuses a revision of other files.
-    CONSTRAINT revision_sound CHECK (number > 0 AND lowest_package ~ '^\d+(\.\d+)*$')
+    CONSTRAINT revision_sound CHECK (number > 0 AND lowest_package ~ '^[0-9]+([.][0-9]+)*$')
 );
