@@ -17,6 +17,7 @@ from pgoutbox.cli.arguments import duration_option, load_outbox
 from pgoutbox.cli.console import configure_logging
 from pgoutbox.cli.options import App, Dsn, open_operator, read_settings
 from pgoutbox.cli.program import app, warn_of_unknown
+from pgoutbox.databases import read_databases
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, parse_address
 
@@ -77,11 +78,13 @@ def worker(
         configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
         logging.getLogger("pgoutbox.worker").info("no worker runs on this host: PGOUTBOX_WORKER_ENABLED is false")
         raise typer.Exit
-    settings.require_dsn()
     shares = parse_queues(queues or ())
     outbox = load_outbox(settings.app)
+    has_many = read_databases(settings, outbox) is not None
+    if not has_many:
+        settings.require_dsn()
     configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
-    if queues and not is_quiet:
+    if queues and not is_quiet and not has_many:
         _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))

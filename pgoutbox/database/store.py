@@ -178,6 +178,11 @@ class Store:
         self._forgotten_topics = frozenset(topic for (topic,) in rows)
         self._retention_read_at = time.monotonic()
 
+    async def rest(self, seconds: float) -> None:
+        """Close the connections that have not been used for so long. The next statement opens one again."""
+        for connection in (self.claims, self.attempts, self.alerts):
+            await connection.rest(seconds)
+
     async def close(self) -> None:
         """Close all connections."""
         for connection in (self.claims, self.attempts, self.alerts):

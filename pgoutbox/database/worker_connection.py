@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Final, LiteralString, TypeVar
+from typing import Final, LiteralString, Protocol, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -27,6 +27,8 @@ from pgoutbox.text import one_line
 
 T = TypeVar("T")
 
+REST_SECONDS: Final = 5.0
+"""After so long without a statement, a connection of one of many databases is closed."""
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 _POOLER_TRIALS: Final = 3
 
@@ -49,12 +51,26 @@ class StrandedError(psycopg.OperationalError):
     """An abandoned statement still runs on the server: repeating it would only add load."""
 
 
+class Lender(Protocol):
+    """Another connection of the worker, to which it has a session of its own."""
+
+    @property
+    def is_up(self) -> bool | None:
+        """Whether it is connected."""
+        ...
+
+    def lend(self) -> contextlib.AbstractAsyncContextManager[psycopg.AsyncConnection[TupleRow] | None]:
+        """Lend the connection, or None if it was lost meanwhile."""
+        ...
+
+
 class WorkerConnection:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
     server refuses this connection, that of `spare` is used, which may belong to another thread's event loop. The spare
     comes first: it is opened again before this connection, which is given up if the server refuses the spare.
+    With a `lender` its connection is used while it is up, so that a worker with many databases has one for each.
     `on_lost` is called after each statement that broke the connection, on the event loop of its caller.
     """
 
@@ -69,12 +85,15 @@ class WorkerConnection:
     ) -> None:
         self._dsn = dsn
         self._settings = settings
-        self._purpose = purpose
+        self.purpose = purpose
         self._spare = spare
         self._less_needed: list[WorkerConnection] = []
         if spare is not None:
             spare._less_needed.append(self)
         self._on_lost = on_lost
+        self.lender: Lender | None = None
+        self._lent: connections.AsyncConnection[TupleRow] | None = None
+        self._lent_trips: Pipeline
         self._refused_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
@@ -83,6 +102,7 @@ class WorkerConnection:
         self._pid: int | None = None
         self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
+        self._used_at = -math.inf
         self._deadline_seconds = _deadline_of(settings)
 
     async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
@@ -99,15 +119,35 @@ class WorkerConnection:
         if self._spare is not None and not await self._can_open(beside=self._spare):
             return await self._spare._on_own_loop(self._spare.trip(steps))
         async with self._turn:
+            if self.lender is not None and self.lender.is_up and self._stranded_pid is None:
+                async with self.lender.lend() as lent:
+                    if isinstance(lent, connections.AsyncConnection):
+                        return await self._run_on(lent, steps)
             connection = await self._open()
             try:
                 if self._stranded_pid is not None:
                     await self._end_stranded(self._stranded_pid)
+                self._used_at = time.monotonic()
                 return await self._run(steps)
             except BaseException as error:
                 if not _keeps(connection, error):
                     await self._replace()
                 raise
+
+    async def _run_on(self, lent: connections.AsyncConnection[TupleRow], steps: Sequence[Step]) -> list[list[TupleRow]]:
+        if lent is not self._lent:
+            self._lent, self._lent_trips = lent, Pipeline(lent, prepares=True)
+        usual_seconds, lent.answer_seconds = lent.answer_seconds, self._deadline_seconds
+        try:
+            return await self._lent_trips.fetch(steps)
+        except BaseException as error:
+            if not _keeps(lent, error):
+                self._stranded_pid = lent.info.backend_pid
+                self._on_lost()
+                await lent.close()
+            raise
+        finally:
+            lent.answer_seconds = usual_seconds
 
     async def _run(self, steps: Sequence[Step]) -> list[list[TupleRow]]:
         if not self._pooled:
@@ -152,7 +192,7 @@ class WorkerConnection:
         if self._connection is not None and not self._connection.closed:
             return self._connection
         try:
-            connection, self._pooled = await open_session(self._dsn, self._settings, purpose=self._purpose)
+            connection, self._pooled = await open_session(self._dsn, self._settings, purpose=self.purpose)
         except (psycopg.OperationalError, OSError):
             for other in self._less_needed:
                 other._give_up()
@@ -178,6 +218,12 @@ class WorkerConnection:
         """Open the connection before it is needed, if there is none."""
         async with self._turn:
             await self._open()
+
+    async def rest(self, seconds: float) -> None:
+        """Close the connection if it has not been used for so long."""
+        if self.is_open and not self._turn.locked() and time.monotonic() - self._used_at >= seconds:
+            async with self._turn:
+                await self.close()
 
     def _give_up(self) -> None:
         """Close the connection after its statement. Any thread may call it."""

@@ -16,7 +16,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
@@ -185,6 +185,31 @@ class Doorbell:
             self._is_nearly_full = not self._is_nearly_full
             self._around.report("filling" if self._is_nearly_full else "drained", usage=round(usage, 3))
             self._around.want(None)
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[Connection | None]:
+        """Lend the connection to the other statements of a worker that has no connection for them; None if it is lost.
+
+        A statement that enqueues notifies nobody: its session has the wake-up lock itself.
+        """
+        async with self._turn:
+            connection = self._connection
+            if connection is None or self._lost.is_set():
+                yield None
+                return
+            self._stop_reading()
+            try:
+                yield connection
+            except (psycopg.Error, OSError) as error:
+                if connection.closed:
+                    self._lose(error)
+                raise
+            finally:
+                if connection.closed:
+                    self._lose(ConnectionError("closed"))
+                elif not self._lost.is_set():
+                    self._start_reading(connection)
+            self._answered_at = time.monotonic()
 
     # --- notifications
 

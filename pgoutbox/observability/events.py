@@ -89,6 +89,10 @@ class LogEvent(enum.StrEnum):
     """The database does not answer; the worker tries again with growing pauses."""
     DATABASE_BACK = "database_back"
     """The database answers again."""
+    DATABASE_LEFT_OUT = "database_left_out"
+    """The worker of several databases cannot serve this one, and tries again. The others are served."""
+    DATABASES_UNKNOWN = "databases_unknown"
+    """The list of databases cannot be read again. The worker goes on with those of the last one."""
     HELD_IN_COPY = "held_in_copy"
     """The database is a copy: nothing is claimed until `pgoutbox adopt`. Repeated once a minute, with the reason."""
     COPY_ADOPTED = "copy_adopted"
@@ -208,10 +212,14 @@ def field_text(value: object) -> str:
 
 
 class Telemetry:
-    """Counts and logs the events of one worker. It has `measures` while metrics are exported."""
+    """Counts and logs the events of one worker. It has `measures` while metrics are exported.
 
-    def __init__(self, logger: logging.Logger) -> None:
+    With `database`, the name of one of several databases, each event has it as a field.
+    """
+
+    def __init__(self, logger: logging.Logger, *, database: str | None = None) -> None:
         self._logger = logger
+        self._names = {} if database is None else {"database": database}
         self.counts: Counter[LogEvent] = Counter()
         self.measures: Measures | None = None
 
@@ -232,7 +240,7 @@ class Telemetry:
         self.counts[event] += 1
         if not self._logger.isEnabledFor(level):
             return
-        extra = {"event": event.value, **fields}
+        extra = {"event": event.value, **self._names, **fields}
         template = text + "%s"
         if traceback is None:
             self._logger.log(level, template, Facts(extra), extra=extra)

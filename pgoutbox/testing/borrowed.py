@@ -83,12 +83,13 @@ async def run_pass(
     breakers = CircuitBreakers(run, transports)
     outcomes = Outcomes(run, breakers)
     # Without breakers: their pauses would never end in one transaction.
+    attempt_threads = AttemptThreads(inner=threads)
     executor = AttemptExecutor(
         run,
         transports,
         middleware=middlewares,
         on_outcome=outcomes.collect,
-        threads=AttemptThreads(inner=threads),
+        threads=attempt_threads,
         transactions=_Savepoints,
     )
     keyring = keyring_of(settings.encryption_keys)
@@ -106,6 +107,7 @@ async def run_pass(
         await pool.stop()
         await breakers.close()
         await executor.close()
+        attempt_threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def _raise(error: BaseException) -> None:

@@ -60,6 +60,7 @@ class AttemptExecutor:
             send = partial(_send_traced, tracing, send)
         if telemetry.logs(logging.DEBUG):
             self._run = partial(_run_logged, telemetry, call_next=self._run)
+        self._owns_threads = threads is None
         self._threads = threads or AttemptThreads(settings.concurrency)
         if breakers is not None and settings.breaker.enabled:
             send = partial(breakers.send, by=send)
@@ -78,13 +79,14 @@ class AttemptExecutor:
         return self._run(work)
 
     async def close(self, *, keeps: Collection[Transport] = ()) -> None:
-        """Close connections, threads, and the transports except those in `keeps`. Call it after all attempts."""
+        """Close connections, own threads, and the transports except those in `keeps`. Call it after all attempts."""
         await self._transactions.close()
         await self.redirects.close()
         kept = {id(transport) for transport in keeps}
         for transport in {id(t): t for t in self._transports.values() if id(t) not in kept}.values():
             await transport.aclose()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._owns_threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[Outcome]:
         """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
+from collections.abc import Callable, Coroutine
 
 import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import HeldRow, watch
-from pgoutbox.database.worker_connection import WorkerConnection, is_transient_error
+from pgoutbox.database.worker_connection import REST_SECONDS, WorkerConnection, is_transient_error
 from pgoutbox.errors import LeaseLostError, PgOutboxError
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
@@ -30,10 +32,65 @@ from pgoutbox.worker.stall_watch import StallWatch
 _WATCH_SECONDS = 1.0
 
 
-class LeaseKeeper:
-    """Renews the leases of the attempts in flight, which the worker adds and removes on its own thread."""
+class LeaseThread:
+    """A thread with an event loop, in which lease keepers work. It starts with the first of them."""
 
-    def __init__(self, run: RunState, pool: AttemptPool) -> None:
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def run(
+        self, work: Callable[[], Coroutine[object, object, None]], end: Callable[[BaseException | None], None]
+    ) -> None:
+        """Do this work in the thread. Call `end` there when it has ended, with its error if there is one."""
+        if self._thread is None:
+            started = threading.Event()
+            self._thread = threading.Thread(target=self._serve, args=(started,), name="pgoutbox-lease", daemon=True)
+            self._thread.start()
+            started.wait()
+
+        async def do() -> None:
+            error: BaseException | None = None
+            try:
+                await work()
+            except BaseException as cause:  # noqa: BLE001 - the run raises it
+                error = cause
+            end(error)
+
+        def begin() -> None:
+            task = asyncio.ensure_future(do())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self.call(begin)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call this in the thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # It has ended.
+                self._loop.call_soon_threadsafe(function)
+
+    def stop(self) -> None:
+        """End the thread, in which no work is left."""
+        if self._loop is not None and self._thread is not None:
+            self.call(self._loop.stop)
+            self._thread.join()
+
+    def _serve(self, started: threading.Event) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            self._loop.call_soon(started.set)
+            self._loop.run_forever()
+
+
+class LeaseKeeper:
+    """Renews the leases of the attempts in flight, which the worker adds and removes on its own thread.
+
+    The keepers of several databases share a `thread`.
+    """
+
+    def __init__(self, run: RunState, pool: AttemptPool, *, thread: LeaseThread | None = None) -> None:
         self._run = run
         self._stall_watch = StallWatch(run.telemetry, pool)
         self._worker = run.store.worker
@@ -43,15 +100,17 @@ class LeaseKeeper:
         self._in_flight.stale_seconds = settings.lease_seconds / 2
         self._telemetry = run.telemetry
         self._link = run.store.new_connection("ensure lease", spare=self._spare)
-        self._stopping = threading.Event()
-        self._stopped: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        # Many databases have no connection to spare for what they rarely do.
+        self._rest_seconds = math.inf if thread is None else REST_SECONDS
+        self._owns_thread = thread is None
+        self._thread = thread or LeaseThread()
+        self._is_started = self._is_stopping = False
+        self._wake = asyncio.Event()  # Used in the thread only.
         self._ended = asyncio.Event()
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread. If it ends before `stop`, leases lapse, and the worker stops."""
+        """Start to keep leases. If that ends before `stop`, leases lapse, and the worker stops."""
         loop = asyncio.get_running_loop()
 
         def note_end() -> None:
@@ -61,28 +120,22 @@ class LeaseKeeper:
                 error.__cause__ = cause
                 self._run.stop(error)
 
-        def run() -> None:
-            try:
-                with asyncio.Runner() as runner:
-                    runner.get_loop()
-                    runner.run(self._keep())
-            except BaseException as error:  # noqa: BLE001 - the run raises it
-                self._error = error
+        def end(error: BaseException | None) -> None:
+            self._error = error
             with contextlib.suppress(RuntimeError):  # The event loop is closed, so no caller waits.
                 loop.call_soon_threadsafe(note_end)
 
-        self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
-        self._thread.start()
+        self._is_started = True
+        self._thread.run(self._keep, end)
 
     async def stop(self) -> None:
-        """End the thread and close both connections."""
-        self._stopping.set()
-        if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # The thread has closed its event loop itself.
-                self._loop.call_soon_threadsafe(self._stopped.set)
-        if self._thread is not None and self._thread.is_alive():
+        """End the work in the thread, and close both connections."""
+        self._is_stopping = True
+        if self._is_started:
+            self._thread.call(self._wake.set)
             await self._ended.wait()
-            self._thread.join()
+            if self._owns_thread:
+                self._thread.stop()
         await self._link.close()
 
     async def ensure(self, attempt: Attempt) -> None:
@@ -102,21 +155,23 @@ class LeaseKeeper:
             raise LeaseLostError(f"message {attempt.message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
 
     async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
         settings = self._settings
         link = self._run.store.new_connection("lease", spare=self._spare)
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
         backoff = Backoff(tick, 1.5 * tick)
         failing = False
         pause = tick
-        self._stopped = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        while not self._stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._stopped.wait()
+        while not self._is_stopping:
+            timer = loop.call_later(pause, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
+            self._wake.clear()
             pause = tick
-            if self._in_flight:
-                self._stall_watch.check()
+            if not self._in_flight:
+                await link.rest(self._rest_seconds)
+                continue
+            self._stall_watch.check()
             try:
                 await self._keep_once(link)
                 failing = False

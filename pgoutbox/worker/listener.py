@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import psycopg
 
-from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_session, prepare_session
+from pgoutbox.database.worker_connection import (
+    Lender,
+    WorkerConnection,
+    connect,
+    is_unreachable,
+    keeps_session,
+    prepare_session,
+)
 from pgoutbox.kernel.doorbell import Connection, Doorbell, Surroundings
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker.run_state import RunState
@@ -42,7 +50,10 @@ def new_doorbell(state: RunState) -> Doorbell:
         report=listener.report,
         heartbeat_seconds=state.settings.listener_heartbeat_seconds,
     )
-    return Doorbell(state.queues.names, state.topics, around)
+    doorbell = Doorbell(state.queues.names, state.topics, around)
+    if state.is_one_of_many:
+        listener.lends_to(state.store.claims, doorbell)
+    return doorbell
 
 
 class _Listener:
@@ -54,13 +65,24 @@ class _Listener:
         self._telemetry = state.telemetry
         self._dsn = state.settings.require_listen_dsn()
         self._is_pooled = False
+        self._purpose = "listen"
+        self._lend: Callable[[bool], None] = lambda _: None
+
+    def lends_to(self, borrower: WorkerConnection, lender: Lender) -> None:
+        """Let another connection of the worker be this one, while it leads to the server directly."""
+
+        def lend(is_direct: bool) -> None:  # noqa: FBT001
+            borrower.lender = lender if is_direct else None
+
+        self._purpose, self._lend = borrower.purpose, lend
 
     async def connect(self) -> Connection | None:
         """Open a connection that keeps its session, and breaks if the server does not answer in time.
 
         Otherwise locks would stay in the pool, with nobody listening.
         """
-        connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
+        connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
+        self._lend(is_direct)
         if is_direct:
             await prepare_session(connection, self._settings)
             connection.answer_seconds = self._settings.listener_heartbeat_timeout_seconds

@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import cast
 
-from pgoutbox.errors import PgOutboxError
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Outcome, SendFailure, Sent, Transient
 from pgoutbox.observability.events import LogEvent
@@ -34,6 +33,7 @@ from pgoutbox.text import describe
 from pgoutbox.worker.attempt import RELEASED, STOPPED, Attempt, RunWork, Work
 from pgoutbox.worker.payloads import LargeTexts
 from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.slots import Share, Slots, SlotsLostError
 from pgoutbox.worker.threads import ThreadOwner, thread_owner
 
 # Attempts that end at once yield to the event loop after this time, or after twice this time if others have waited.
@@ -98,7 +98,10 @@ class _Slot(ThreadOwner):
 
 
 class AttemptPool:
-    """Runs up to `concurrency` attempts at once, in the order of their arrival, by `run_work`."""
+    """Runs up to `concurrency` attempts at once, in the order of their arrival, by `run_work`.
+
+    With `slots` it shares them with the workers of other databases.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class AttemptPool:
         *,
         large_texts: LargeTexts,
         on_outcome: Callable[[Attempt, Outcome], None],
+        slots: Slots | None = None,
     ) -> None:
         self._run = run
         self._run_work = run_work
@@ -129,6 +133,8 @@ class AttemptPool:
         """How many messages a free slot is likely to take at once, judged by the last ones."""
         self._outlived: list[str] = []  # The topic of each slot whose handler outlived its attempt.
         self._slots: list[_Slot] = []
+        self._shared = slots
+        self._share = None if slots is None else Share(slots, self._use_slot)
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
         self._stopping = False
@@ -140,7 +146,8 @@ class AttemptPool:
     @property
     def capacity(self) -> int:
         """The number of attempts that can run at once, without slots of handlers that outlived their attempts."""
-        return self._concurrency - len(self._outlived)
+        own = self._concurrency - len(self._outlived)
+        return own if self._share is None else min(own, self._share.used_count + self._share.free_count)
 
     @property
     def outlived_count(self) -> int:
@@ -164,8 +171,9 @@ class AttemptPool:
 
     @property
     def free_count(self) -> int:
-        """The number of free slots."""
-        return self._concurrency - len(self._slots) + len(self._idle)
+        """The number of free slots. A message of a database that has none may wait for one that is shared."""
+        own = self._concurrency - len(self._slots) + len(self._idle)
+        return own if self._share is None else min(own, max(self._share.free_count, 0 if self.open_count else 1))
 
     def turnover(self, seconds: float) -> int:
         """Return how many messages the slots are likely to begin within this time, by the duration of the last ones."""
@@ -211,7 +219,15 @@ class AttemptPool:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        if self._share is not None:
+            self._share.close()
         self._measure()
+
+    def _note_measure(self, work: Work, began_at: float, ended_at: float, measured: list[Attempted]) -> None:
+        if not measured:
+            asyncio.get_running_loop().call_later(_MEASURE_SECONDS, self._measure)
+        available = tuple([attempt.message.available_at for attempt in work])
+        measured.append((work[0].message.topic, available, began_at, ended_at))
 
     def _measure(self) -> None:
         if self._measured and self._telemetry.measures is not None:
@@ -237,11 +253,12 @@ class AttemptPool:
         task = asyncio.current_task()
         slot = next(slot for slot in self._slots if slot.task is task)
         loop = asyncio.get_running_loop()
+        share = self._share
         thread_owner.set(slot)
         while not self._stopping:
             self._waking = False
             now = loop.time()
-            while self._ready:
+            while self._ready and (share is None or share.take()):
                 work, _ = self._ready.popleft()
                 size = len(work)
                 self.waiting_count -= size
@@ -260,10 +277,7 @@ class AttemptPool:
                 # It grows with the batches that are found: those of a rare topic are small.
                 self.work_size = 1 if limit is None else min(limit, 2 * size + 1)
                 if self._measured is not None:
-                    if not self._measured:
-                        loop.call_later(_MEASURE_SECONDS, self._measure)
-                    available = tuple([attempt.message.available_at for attempt in work])
-                    self._measured.append((work[0].message.topic, available, began_at, now))
+                    self._note_measure(work, began_at, now, self._measured)
                 if now > self._turn_ends_at:
                     if not self._has_yielded:
                         await asyncio.sleep(0)  # Let claims, finishes and the doorbell run.
@@ -271,6 +285,8 @@ class AttemptPool:
                     self._turn_ends_at = now + _TURN_SECONDS
                     self._has_yielded = False
                     loop.call_soon(self._note_yield)
+                if share is not None:
+                    share.give_back()
             if not self._stopping:
                 waiter = loop.create_future()
                 self._idle.append(waiter)
@@ -278,6 +294,13 @@ class AttemptPool:
 
     def _note_yield(self) -> None:
         self._has_yielded = True
+
+    def _use_slot(self) -> None:
+        """Use a shared slot that the pool has waited for."""
+        if self._ready:
+            self._wake_one()
+        elif self._share is not None:
+            self._share.leave()
 
     async def _attempt_incomplete(self, slot: _Slot, work: Work) -> None:
         """Read what the claim has left out of an attempt, and run it: its timeout begins after the wait for memory."""
@@ -368,18 +391,26 @@ class AttemptPool:
         slot.is_abandoned = True
         topic = work[0].message.topic
         self._outlived.append(topic)
+        if self._shared is not None:
+            self._shared.lost_count += 1
         self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler still runs", slot.timed)
         if self._run.stopping.is_set():
             return
-        if len(self._outlived) >= self.capacity:
+        if self._has_lost_half:
             topics = ", ".join(sorted(set(self._outlived)))
-            self._run.stop(PgOutboxError(f"{_HALF_LOST}; topics: {topics}"))
+            self._run.stop(SlotsLostError(f"{_HALF_LOST}; topics: {topics}"))
         elif self._may_suspend(topic):
             for name in work[0].handler.handled:
                 self._run.topics.remove(name)
             text = "topic suspended: a quarter of the slots are held by its handlers, which run on after their timeout"
             self._telemetry.report(logging.ERROR, LogEvent.TOPIC_SUSPENDED, text, topic=topic)
             self.release_waiting(lambda attempt: attempt.message.topic == topic)
+
+    @property
+    def _has_lost_half(self) -> bool:
+        if self._shared is None:
+            return len(self._outlived) * 2 >= self._concurrency
+        return self._shared.lost_count * 2 >= self._shared.count
 
     def _may_suspend(self, topic: str) -> bool:
         # A worker without another topic to deliver goes on until it has lost half of its slots: it must not idle.
@@ -391,6 +422,8 @@ class AttemptPool:
     def _note_return(self, handler: Handler) -> None:
         topic = handler.topic
         self._outlived.remove(topic)
+        if self._shared is not None:
+            self._shared.lost_count -= 1
         if topic not in self._run.topics and self._outlived.count(topic) < self._topic_limit:
             for name in handler.handled:
                 insort(self._run.topics, name)

@@ -26,7 +26,7 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
 from pgoutbox.database.server import OldPackageError
 from pgoutbox.database.store import Store, check_server
-from pgoutbox.database.worker_connection import is_unreachable
+from pgoutbox.database.worker_connection import REST_SECONDS, is_unreachable
 from pgoutbox.encryption import Keyring
 from pgoutbox.handlers import Handler, Middleware
 from pgoutbox.kernel import statements
@@ -41,7 +41,7 @@ from pgoutbox.worker.beside.presence import Presence
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.executor import AttemptExecutor
 from pgoutbox.worker.kernel_run import MANY_REFUSED, KernelAttempts, Link, kernel_of
-from pgoutbox.worker.leases import LeaseKeeper
+from pgoutbox.worker.leases import LeaseKeeper, LeaseThread
 from pgoutbox.worker.listener import new_doorbell
 from pgoutbox.worker.loader import Loader
 from pgoutbox.worker.outcomes import Outcomes
@@ -49,7 +49,8 @@ from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.queues import QueueShare, Turns
 from pgoutbox.worker.run_state import RunState
-from pgoutbox.worker.threads import own_default_threads
+from pgoutbox.worker.slots import Slots
+from pgoutbox.worker.threads import AttemptThreads, own_default_threads
 from pgoutbox.worker.transactional.django_orm import DjangoConnections
 
 _OUTCOMES = (
@@ -68,13 +69,23 @@ _POLL_SECONDS = 1.0  # For the retries of other workers during a drain.
 _LOOK_UP_THREADS = 4
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the workers of several databases share: the slots, the threads, and the transports."""
+
+    slots: Slots
+    threads: AttemptThreads
+    lease_thread: LeaseThread
+    transports: Mapping[str, Transport]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a worker has read from its outbox and its settings, for each of its runs.
 
     `unserved` are the topics of its handlers whose queue it does not serve, each with that queue, and `own_topics` are
     those whose queue it serves. `hooks` are the topics with a hook for failures, each with the attempts of that
-    message.
+    message. `shared` is what the workers of several databases share in this process.
     """
 
     settings: Settings
@@ -91,6 +102,7 @@ class Setup:
     unserved: Mapping[str, str]
     own_topics: Set[str]
     stopping: asyncio.Event
+    shared: Shared | None = None
 
 
 class WorkerRun:
@@ -113,6 +125,7 @@ class WorkerRun:
             topics=sorted(name for handler in handlers.values() for name in handler.handled),
             stopping=setup.stopping,
             own_topics=setup.own_topics,
+            is_one_of_many=setup.shared is not None,
         )
         self._django = DjangoConnections.in_use()
         if self._django is not None:
@@ -136,10 +149,19 @@ class WorkerRun:
             middleware=setup.middlewares,
             on_outcome=outcomes.collect,
             breakers=self.breakers,
+            threads=None if setup.shared is None else setup.shared.threads,
         )
         self._large_texts = LargeTexts(state, keyring=setup.keyring)
-        self.pool = AttemptPool(state, self.executor.run, large_texts=self._large_texts, on_outcome=outcomes.collect)
-        self._lease_keeper = LeaseKeeper(state, self.pool)
+        self.pool = AttemptPool(
+            state,
+            self.executor.run,
+            large_texts=self._large_texts,
+            on_outcome=outcomes.collect,
+            slots=None if setup.shared is None else setup.shared.slots,
+        )
+        self._lease_keeper = LeaseKeeper(
+            state, self.pool, thread=None if setup.shared is None else setup.shared.lease_thread
+        )
         loader = Loader(
             state,
             handlers,
@@ -320,7 +342,9 @@ class WorkerRun:
                 await state.store.server_time()  # Refused in a copy of the database.
             except (psycopg.Error, OSError) as error:
                 settings = self._settings
-                if self._ends_by_itself or not await is_unreachable(error, settings.require_dsn(), settings):
+                # The worker of several databases tries again by itself, whatever the reason.
+                waits = not self._ends_by_itself and self._setup.shared is None
+                if not waits or not await is_unreachable(error, settings.require_dsn(), settings):
                     raise
                 await state.outage.pause_or_raise(error)
             else:
@@ -382,11 +406,16 @@ class WorkerRun:
             await self.doorbell.stop()
         await self._lease_keeper.stop()
         await self.breakers.close()
-        await self.executor.close()
+        shared = self._setup.shared
+        await self.executor.close(keeps=() if shared is None else tuple(shared.transports.values()))
         await self._presence.end(self.breakers.memory)
         if self._django is not None:
             await self._django.close()
         await self.state.store.close()
+
+    async def rest(self) -> None:
+        """Close connections that have not been used for a while, except that of the listener."""
+        await self.state.store.rest(REST_SECONDS)
 
     def _report_start(self) -> None:
         setup = self._setup

@@ -37,6 +37,8 @@ class RunState:
     stopping: asyncio.Event
     own_topics: Set[str] = frozenset()
     """The topics whose own queue this worker serves, without those of hooks and alerts."""
+    is_one_of_many: bool = False
+    """Whether this process also serves other databases. Then listener and claims share a connection."""
     kernel: Run[Attempt] = field(init=False)
     error: PgOutboxError | None = None
     """Why the run has stopped by itself. It raises this error at its end."""

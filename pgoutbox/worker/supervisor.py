@@ -17,12 +17,14 @@ from functools import partial
 from typing import Literal, assert_never
 
 from pgoutbox.database.server import OldPackageError
+from pgoutbox.databases import read_databases
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
 from pgoutbox.text import describe
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.multi_worker import MultiWorker
 from pgoutbox.worker.threads import leave
 from pgoutbox.worker.worker import Worker
 
@@ -49,7 +51,8 @@ def run_worker(
     SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs after the grace period
     does not keep the process alive.
     """
-    worker = Worker(outbox, settings=settings, queues=queues)
+    has_many = read_databases(settings, outbox) is not None
+    worker = (MultiWorker if has_many else Worker)(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()
     work: Callable[[], Awaitable[None]]
@@ -72,7 +75,7 @@ def run_worker(
     return 0
 
 
-async def _run(worker: Worker, work: Callable[[], Awaitable[None]]) -> None:
+async def _run(worker: Worker | MultiWorker, work: Callable[[], Awaitable[None]]) -> None:
     loop = asyncio.get_running_loop()
     signals_seen = 0
 
@@ -101,7 +104,7 @@ async def _run(worker: Worker, work: Callable[[], Awaitable[None]]) -> None:
         leave(0)
 
 
-def _stop_orphan(worker: Worker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:
+def _stop_orphan(worker: Worker | MultiWorker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:
     loop.remove_reader(supervisor_fd)
     worker.stop()
 

@@ -20,7 +20,7 @@ from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.queues import name_all, parse_queues
-from pgoutbox.worker.run import Setup, WorkerRun
+from pgoutbox.worker.run import Setup, Shared, WorkerRun
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -45,6 +45,7 @@ class Worker:
         settings: Settings | None = None,
         queues: Sequence[str] = ("default",),
         transports: Mapping[str, Transport] | None = None,
+        _shared: Shared | None = None,
     ) -> None:
         settings = settings if settings is not None else outbox.settings
         if not outbox.handlers:
@@ -63,7 +64,7 @@ class Worker:
         unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
         RedirectRules.of(settings.redirect)
         self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
-        self.telemetry: Telemetry = Telemetry(_log)
+        self.telemetry: Telemetry = Telemetry(_log, database=settings.database)
         self._stopping = asyncio.Event()
         self._run: WorkerRun | None = None
         self._setup = Setup(
@@ -74,6 +75,7 @@ class Worker:
             middlewares=outbox.middlewares,
             keyring=keyring_of(settings.encryption_keys),
             transports=transports if transports is not None else complete(outbox.transports, settings),
+            shared=_shared,
             fixed_destinations={
                 name: t.destination for t in topics if isinstance(t.destination, str) for name in (t.name, *t.aliases)
             },
@@ -165,8 +167,18 @@ class Worker:
         run = self._run
         return WorkerStatus(is_stopping=self._stopping.is_set()) if run is None else run.status()
 
+    async def rest(self) -> None:
+        """Close the connections that are not used, except that of the listener."""
+        if self._run is not None:
+            await self._run.rest()
+
     @contextlib.asynccontextmanager
     async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[WorkerRun]:
+        if self._setup.shared is not None:  # The worker of all databases is observed as a whole.
+            run = self._run = self._new_run(ends_by_itself=ends_by_itself)
+            async with run.at_work():
+                yield run
+            return
         async with TelemetryServer(
             self.status, self._setup.settings, self.telemetry, serves=not ends_by_itself
         ) as self.telemetry_server:

@@ -18,6 +18,8 @@ WHERE l.locktype = 'advisory'
     AND l.objsubid = 2
     AND l.granted
     AND a.application_name IS DISTINCT FROM 'pgoutbox listen'
+    -- A worker of many databases listens on the connection of its claims.
+    AND starts_with(a.application_name, 'pgoutbox claim ') IS NOT TRUE
     AND (l.mode = 'ExclusiveLock' OR a.state = 'idle')
 GROUP BY l.pid, a.usename, a.application_name
 ORDER BY l.pid

@@ -1,0 +1,246 @@
+"""The worker of many databases: a worker for each of them, in one process, with one set of slots.
+
+A database that is down, slow, locked or without the right schema costs the others nothing: its worker tries again by
+itself, with growing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.databases import read_databases, settings_of
+from pgoutbox.errors import ConfigurationError, PgOutboxError
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings
+from pgoutbox.text import describe
+from pgoutbox.transports.registry import complete
+from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.leases import LeaseThread
+from pgoutbox.worker.run import Shared
+from pgoutbox.worker.slots import Slots, SlotsLostError
+from pgoutbox.worker.threads import AttemptThreads, own_default_threads
+from pgoutbox.worker.worker import Worker
+
+_log = logging.getLogger("pgoutbox.worker")
+
+_READ_SECONDS: Final = 30.0
+_REST_CHECK_SECONDS: Final = 1.0
+_STEADY_SECONDS: Final = 60.0
+_AT_ONCE: Final = 8
+_START_PAUSE_SECONDS: Final = 0.01  # Between the starts of two databases.
+_LOOK_UP_THREADS: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A database that the worker serves."""
+
+    name: str
+    dsn: str
+    worker: Worker
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    refusal: str | None = None
+    """Why its worker has ended by itself. It tries again."""
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.worker.stop()
+
+    def note_refusal(self, error: Exception) -> None:
+        """Report why its worker has ended, once for each reason. Further lines may quote values of rows."""
+        reason = describe(error).partition("\n")[0]
+        if reason != self.refusal:
+            self.refusal = reason
+            text = "this database is not served"
+            self.worker.telemetry.report(logging.ERROR, LogEvent.DATABASE_LEFT_OUT, text, reason=reason)
+
+
+class MultiWorker:
+    """Delivers the messages of many databases, those of `PGOUTBOX_DSNS` or of the outbox's `databases`.
+
+    It is used like a `Worker`. All databases share `concurrency` slots: while one has more work than the others, it
+    gets at most four fifths of them. `run` reads the list again twice a minute: it begins with new databases, and ends
+    with those that are gone. Each has one connection while it is idle.
+
+    Raises `ConfigurationError` if there is no list, or a wrong one.
+    """
+
+    def __init__(
+        self, outbox: Outbox, *, settings: Settings | None = None, queues: Sequence[str] = ("default",)
+    ) -> None:
+        self._outbox = outbox
+        self._settings = settings = settings if settings is not None else outbox.settings
+        self._queues = queues
+        self.telemetry: Telemetry = Telemetry(_log)
+        self._stopping = asyncio.Event()
+        self._members: dict[str, _Member] = {}
+        self._error: SlotsLostError | None = None
+        self._trouble: str | None = None
+        self._read()
+        self._shared = Shared(
+            Slots(settings.concurrency),
+            AttemptThreads(settings.concurrency),
+            LeaseThread(),
+            complete(outbox.transports, settings),
+        )
+
+    async def run(self) -> None:
+        """Work until `stop()`. A database that cannot be served is left out, and tried again.
+
+        Raises the errors of `Worker` about handlers, queues and settings. Raises `PgOutboxError` if half of the slots
+        are lost to handlers that do not return after their timeout.
+        """
+        async with self._at_work():
+            await self._begin(self._read())
+            while not self._stopping.is_set():
+                await _until(self._stopping, _READ_SECONDS)
+                await self._follow()
+
+    async def run_once(self, *, max_messages: int | None = None, max_seconds: float | None = None) -> None:
+        """Do for each database what `Worker.run_once` does. `max_messages` counts for each of them.
+
+        Raises `PgOutboxError` with the databases that could not be served, after the others.
+        """
+        await self._each(lambda worker: worker.run_once(max_messages=max_messages, max_seconds=max_seconds))
+
+    async def drain(self) -> None:
+        """Do for each database what `Worker.drain` does. Raises as `run_once`."""
+        await self._each(lambda worker: worker.drain())
+
+    def stop(self) -> None:
+        """Begin to stop, as `Worker.stop`."""
+        self._stopping.set()
+        for member in self._members.values():
+            member.stop()
+
+    @property
+    def has_running_handlers(self) -> bool:
+        """Whether a handler still runs after the worker has ended: in a thread, or ignoring its cancellation."""
+        return any(member.worker.has_running_handlers for member in self._members.values())
+
+    # --- the databases
+
+    def _read(self) -> dict[str, str]:
+        found = read_databases(self._settings, self._outbox)
+        if found is None:
+            raise ConfigurationError("no databases given: set PGOUTBOX_DSNS, or pass Outbox(databases=...)")
+        return found
+
+    async def _follow(self) -> None:
+        """Read the list again, and serve its databases."""
+        try:
+            wanted = await asyncio.to_thread(self._read)
+        except Exception as error:  # noqa: BLE001 - what is served now is served further
+            reason = describe(error)
+            if reason != self._trouble:
+                self._trouble = reason
+                text = "the list of databases cannot be read, going on with the last one"
+                self.telemetry.report(logging.ERROR, LogEvent.DATABASES_UNKNOWN, text, reason=reason)
+            return
+        self._trouble = None
+        for name, member in list(self._members.items()):
+            if wanted.get(name) != member.dsn:
+                member.stop()
+                if member.task is None or member.task.done():
+                    del self._members[name]
+        await self._begin(wanted)
+
+    async def _begin(self, wanted: Mapping[str, str]) -> None:
+        for name, dsn in wanted.items():
+            if name not in self._members and not self._stopping.is_set():
+                member = self._members[name] = _Member(name, dsn, self._new_worker(name, dsn))
+                member.task = asyncio.create_task(self._serve(member), name=f"pgoutbox-database-{name}")
+                await _until(self._stopping, _START_PAUSE_SECONDS)
+
+    def _new_worker(self, name: str, dsn: str) -> Worker:
+        return Worker(
+            self._outbox,
+            settings=settings_of(self._settings, name, dsn),
+            queues=self._queues,
+            transports=self._shared.transports,
+            _shared=self._shared,
+        )
+
+    async def _serve(self, member: _Member) -> None:
+        """Run the worker of a database, and another one if it ends by itself."""
+        backoff = Backoff(1.0, 60.0)
+        while not member.stopping.is_set():
+            began_at = elapsed_clock()
+            try:
+                await member.worker.run()
+            except SlotsLostError as error:
+                self._error = error
+                self.stop()
+                return
+            except Exception as error:  # noqa: BLE001 - the others go on
+                member.note_refusal(error)
+            if elapsed_clock() - began_at > _STEADY_SECONDS:
+                backoff.reset()
+                member.refusal = None
+            await _until(member.stopping, backoff.next())
+            if not member.stopping.is_set():
+                member.worker = self._new_worker(member.name, member.dsn)
+
+    # --- the work
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self) -> AsyncIterator[None]:
+        own_default_threads(self._settings.concurrency + _LOOK_UP_THREADS)
+        resting = asyncio.create_task(self._keep_resting(), name="pgoutbox-rest")
+        try:
+            yield
+        finally:
+            self.stop()
+            tasks = [member.task for member in self._members.values() if member.task is not None]
+            await asyncio.gather(*tasks)
+            resting.cancel()
+            for transport in {id(one): one for one in self._shared.transports.values()}.values():
+                await transport.aclose()
+            self._shared.lease_thread.stop()
+            self._shared.threads.shutdown(wait=False, cancel_futures=True)
+        if self._error is not None:
+            raise self._error
+
+    async def _keep_resting(self) -> None:
+        while True:
+            await asyncio.sleep(_REST_CHECK_SECONDS)
+            for member in list(self._members.values()):
+                await member.worker.rest()
+
+    async def _each(self, run: Callable[[Worker], Awaitable[None]]) -> None:
+        """Let a worker for each database do this, some at a time."""
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def serve(member: _Member) -> None:
+            async with turns:
+                if not self._stopping.is_set():
+                    try:
+                        await run(member.worker)
+                    except SlotsLostError as error:
+                        self._error = error
+                        self.stop()
+                    except Exception as error:  # noqa: BLE001 - the others go on
+                        member.note_refusal(error)
+
+        async with self._at_work():
+            for name, dsn in self._read().items():
+                member = self._members[name] = _Member(name, dsn, self._new_worker(name, dsn))
+                member.task = asyncio.create_task(serve(member), name=f"pgoutbox-database-{name}")
+            await asyncio.gather(*(member.task for member in self._members.values() if member.task is not None))
+        refused = [member.name for member in self._members.values() if member.refusal is not None]
+        if refused:
+            raise PgOutboxError(f"not served, see the log: {', '.join(refused)}")
+
+
+async def _until(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

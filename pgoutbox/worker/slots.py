@@ -1,0 +1,108 @@
+"""Slots that the workers of several databases share, so that a process has one limit for its handlers.
+
+A worker may use four times as many slots as it leaves free, so that the first message of another database finds one:
+alone it has four fifths of them. The fewer are free, the fewer each may use, until all have the same number. Without a
+free slot, the workers that wait get the next ones in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pgoutbox.errors import PgOutboxError
+
+_TIMES_FREE: Final = 4
+
+
+class SlotsLostError(PgOutboxError):
+    """Half of the slots are lost to handlers that do not return, and only a new process has all slots."""
+
+
+class Slots:
+    """The slots of one process."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.used_count = 0
+        """Number of taken slots."""
+        self.lost_count = 0
+        """Number of slots of handlers that outlived their attempts."""
+        self._waiting: dict[Share, None] = {}
+
+    @property
+    def free_count(self) -> int:
+        """Number of free slots."""
+        return self.count - self.used_count
+
+    def _hand_on(self) -> None:
+        """Give the free slots to those that wait, in turn."""
+        for share in list(self._waiting):
+            if not self.free_count:
+                return
+            if share.free_count:
+                del self._waiting[share]
+                self.used_count += 1
+                share.is_granted = True
+                share.wake()
+
+    def _note_free(self) -> None:
+        self.used_count -= 1
+        if self._waiting:
+            self._hand_on()
+
+    def _wait(self, share: Share) -> None:
+        self._waiting[share] = None
+
+    def _forget(self, share: Share) -> None:
+        self._waiting.pop(share, None)
+
+
+class Share:
+    """What the worker of one database has of the slots. `wake` is called when it has a slot that it waited for."""
+
+    def __init__(self, slots: Slots, wake: Callable[[], None]) -> None:
+        self._slots = slots
+        self.wake = wake
+        self.used_count = 0
+        """Number of slots that it has taken."""
+        self.is_granted = False
+        """Whether a slot is kept for it, until it takes it."""
+
+    @property
+    def free_count(self) -> int:
+        """How many more slots it may take now."""
+        free = self._slots.free_count
+        fair = (_TIMES_FREE * free - self.used_count) // (1 + _TIMES_FREE)
+        least = 1 if free and not self.used_count else 0
+        return self.is_granted + max(least, fair)
+
+    def take(self) -> bool:
+        """Take a slot. Without one, wait in turn."""
+        if self.is_granted:
+            self.is_granted = False
+        elif self.free_count:
+            self._slots.used_count += 1
+        else:
+            self._slots._wait(self)
+            return False
+        self.used_count += 1
+        return True
+
+    def give_back(self) -> None:
+        """Give a slot back."""
+        self.used_count -= 1
+        self._slots._note_free()
+
+    def leave(self) -> None:
+        """Wait no longer, because there is no work."""
+        self._slots._forget(self)
+        if self.is_granted:
+            self.is_granted = False
+            self._slots._note_free()
+
+    def close(self) -> None:
+        """Give all slots back: those of handlers that still run do not count for the workers of other databases."""
+        self.leave()
+        while self.used_count:
+            self.give_back()
