@@ -79,7 +79,8 @@ class Message(Generic[P]):
     `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
     number of this attempt, from 1: it only grows. `payload_version` is that of the payload in the database, before its
     upgrade. `content` is the shared content of a fan-out.
-    All its messages in this process share one object: do not change it.
+    All its messages in this process share one object: do not change it. `database` is the name of its database, if that
+    is one of many.
     """
 
     id: int
@@ -96,6 +97,7 @@ class Message(Generic[P]):
     ordering_key: str | None = None
     content: JsonValue = None
     payload_version: int = 1
+    database: str | None = None
 
     @property
     def idempotency_key(self) -> str:

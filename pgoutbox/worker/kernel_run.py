@@ -36,6 +36,8 @@ from pgoutbox.worker.run_state import RunState
 MANY_REFUSED: Final = 10  # If the process is killed, these are handed over again.
 # Messages that wait so long in this process are left to other workers. It claims ahead what begins in half this time.
 _LONG_WAIT_SECONDS: Final = 1.0
+# A message of one of many databases waits longer: it has its turn, and to claim it again costs two trips.
+_TURN_SECONDS: Final = 10.0
 _PROBE_SHARE: Final = 4
 _GOES_ON: Final = (State.PENDING, State.SENDING)
 _CLAIMS: Final = (statements.CLAIM, statements.CLAIM_WITHOUT_KEYS)
@@ -101,8 +103,9 @@ class KernelAttempts:
         """Leave messages to other workers that have waited for a slot for long."""
         pool = self.pool
         self._is_watching = False
+        patience = _TURN_SECONDS if self._run.is_one_of_many else _LONG_WAIT_SECONDS
         # With a free slot the process itself was slow, and the messages begin now.
-        if pool.oldest_wait_seconds >= _LONG_WAIT_SECONDS and pool.running_count >= pool.capacity:
+        if pool.oldest_wait_seconds >= patience and pool.running_count >= pool.capacity:
             pool.release_waiting(self._may_be_released)
         if pool.waiting_count:
             self._is_watching = True

@@ -50,6 +50,7 @@ class Loader:
         outcomes: Outcomes,
         lease_keeper: LeaseKeeper,
     ) -> None:
+        self._database = run.settings.database
         self._store = run.store
         self._in_flight = run.in_flight
         self._outage = run.outage
@@ -145,6 +146,7 @@ class Loader:
             row.ordering_key,
             content,
             row.payload_version,
+            self._database,
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         attempt = Attempt(message, handler, claim, leased_at, self._ensure_lease, used_count)

@@ -81,6 +81,7 @@ class MultiWorker:
         self._queues = queues
         self.telemetry: Telemetry = Telemetry(_log)
         self._stopping = asyncio.Event()
+        self._reading = asyncio.Event()
         self._members: dict[str, _Member] = {}
         self._error: SlotsLostError | None = None
         self._trouble: str | None = None
@@ -101,7 +102,8 @@ class MultiWorker:
         async with self._at_work():
             await self._begin(self._read())
             while not self._stopping.is_set():
-                await _until(self._stopping, _READ_SECONDS)
+                await _until(self._reading, _READ_SECONDS)
+                self._reading.clear()
                 await self._follow()
 
     async def run_once(self, *, max_messages: int | None = None, max_seconds: float | None = None) -> None:
@@ -118,8 +120,13 @@ class MultiWorker:
     def stop(self) -> None:
         """Begin to stop, as `Worker.stop`."""
         self._stopping.set()
+        self._reading.set()
         for member in self._members.values():
             member.stop()
+
+    def read_databases(self) -> None:
+        """Read the list of databases again now. Call it on the event loop."""
+        self._reading.set()
 
     @property
     def has_running_handlers(self) -> bool:
@@ -136,6 +143,8 @@ class MultiWorker:
 
     async def _follow(self) -> None:
         """Read the list again, and serve its databases."""
+        if self._stopping.is_set():
+            return
         try:
             wanted = await asyncio.to_thread(self._read)
         except Exception as error:  # noqa: BLE001 - what is served now is served further

@@ -147,7 +147,7 @@ class AttemptPool:
     def capacity(self) -> int:
         """The number of attempts that can run at once, without slots of handlers that outlived their attempts."""
         own = self._concurrency - len(self._outlived)
-        return own if self._share is None else min(own, self._share.used_count + self._share.free_count)
+        return own if self._share is None else min(own, self._share.used_count + self._shared_free_count)
 
     @property
     def outlived_count(self) -> int:
@@ -171,9 +171,15 @@ class AttemptPool:
 
     @property
     def free_count(self) -> int:
-        """The number of free slots. A message of a database that has none may wait for one that is shared."""
+        """The number of free slots."""
         own = self._concurrency - len(self._slots) + len(self._idle)
-        return own if self._share is None else min(own, max(self._share.free_count, 0 if self.open_count else 1))
+        return own if self._share is None else min(own, self._shared_free_count)
+
+    @property
+    def _shared_free_count(self) -> int:
+        """The number of slots that it may take now. Without one, the first message waits here for its turn."""
+        least = 0 if self.open_count else 1
+        return least if self._share is None else max(self._share.free_count, least)
 
     def turnover(self, seconds: float) -> int:
         """Return how many messages the slots are likely to begin within this time, by the duration of the last ones."""

@@ -88,6 +88,8 @@ async def _run(worker: Worker | MultiWorker, work: Callable[[], Awaitable[None]]
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    if isinstance(worker, MultiWorker):
+        loop.add_signal_handler(signal.SIGHUP, worker.read_databases)
     supervisor_fd = os.environ.get(SUPERVISOR_FD_VARIABLE)
     if supervisor_fd is not None:
         # The supervisor never writes to the pipe: end of file means that it has ended.

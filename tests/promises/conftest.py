@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 class StartWorker(Protocol):
     """Starts `pgoutbox worker` with the handlers of `application`, and kills it when the test ends.
 
-    `application` is the text of a module with an `outbox`. Settings are named without their prefix.
+    `application` is the text of a module with an `outbox`. Settings are named without their prefix; None unsets one.
     """
 
     def __call__(
-        self, application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str
+        self, application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str | None
     ) -> WorkerProcess: ...
 
 
@@ -34,7 +34,7 @@ def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
         numbers = count(1)
 
         def start(
-            application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str
+            application: str, *arguments: str, environment: Mapping[str, str] | None = None, **settings: str | None
         ) -> WorkerProcess:
             number = next(numbers)
             module = tmp_path / f"promise_app_{number}.py"
@@ -43,7 +43,7 @@ def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
                 f"{module.stem}:outbox",
                 *arguments,
                 log=tmp_path / f"worker-{number}.log",
-                settings={"dsn": dsn, **settings},
+                settings={name: value for name, value in {"dsn": dsn, **settings}.items() if value is not None},
                 environment={"PYTHONPATH": str(tmp_path), **(environment or {})},
             )
             stack.callback(worker.end)

@@ -1,0 +1,330 @@
+"""Tests that one worker serves many databases: promptly, with one set of slots, and none harms another."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import migrate
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.conftest import Server
+    from tests.promises.conftest import StartWorker
+    from tests.support.worker_process import WorkerProcess
+
+_APPLICATION = """
+    import os
+    import time
+    from pathlib import Path
+
+    from pgoutbox import Outbox, Permanent
+
+    outbox = Outbox()
+    folder = Path(os.environ["FOLDER"])
+
+    def note(message):
+        with (folder / "handled").open("a") as handled:
+            handled.write(f"{message.database} {message.topic} {message.id}\\n")
+
+    @outbox.handler("single")
+    async def single(message, context):
+        note(message)
+
+    @outbox.handler("fails")
+    async def fails(message, context):
+        return Permanent("no")
+
+    @outbox.on_failed("fails")
+    async def failed(message, context):
+        note(message)
+
+    @outbox.handler("waits")
+    def waits(message, context):
+        began = folder / f"began-{message.database}-{message.id}"
+        began.touch()
+        while not ((folder / "gate").exists() or (folder / f"go-{began.name}").exists()):
+            time.sleep(0.02)
+        note(message)
+"""
+# Neither a sweep nor another poll finds a message in time.
+_ONLY_TOLD = {"poll_interval_seconds": "3600"}
+
+
+class Databases:
+    """Databases with names, in a file that a worker reads."""
+
+    def __init__(self, server: Server, template: str, folder: Path, stack: ExitStack) -> None:
+        self._server = server
+        self._template = template
+        self._stack = stack
+        self._dsns: dict[str, str] = {}
+        self._sessions: dict[str, psycopg.Connection] = {}
+        self.folder = folder
+        self.file = folder / "databases"
+
+    def add(self, *names: str, template: str | None = None) -> None:
+        """Create databases and list them."""
+        for name in names:
+            database = self._stack.enter_context(self._server.database(template=template or self._template))
+            self._dsns[name] = self._server.dsn_for(database)
+        self._write()
+
+    def list(self, name: str, dsn: str) -> None:
+        """List a database with this DSN."""
+        self._dsns[name] = dsn
+        self._write()
+
+    def remove(self, name: str) -> None:
+        """Take a database from the list."""
+        del self._dsns[name]
+        self._write()
+
+    def _write(self) -> None:
+        text = "".join(f"{name} {dsn}\n" for name, dsn in self._dsns.items())
+        new = self.file.with_suffix(".new")
+        new.write_text(text)
+        new.rename(self.file)
+
+    def __getitem__(self, name: str) -> psycopg.Connection:
+        """Return a session in autocommit mode."""
+        if name not in self._sessions:
+            self._sessions[name] = self._stack.enter_context(psycopg.connect(self._dsns[name], autocommit=True))
+        return self._sessions[name]
+
+    def dsn(self, name: str) -> str:
+        return self._dsns[name]
+
+    def enqueue(self, name: str, topic: str = "single", count: int = 1) -> None:
+        """Enqueue messages in a database."""
+        self[name].execute("SELECT pgoutbox.enqueue(%s, to_jsonb(n)) FROM generate_series(1, %s) AS n", (topic, count))
+
+    def handled(self) -> Sequence[str]:
+        """Return database and topic of each handled message, in their order."""
+        path = self.folder / "handled"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line.rpartition(" ")[0] for line in lines]
+
+    def began(self) -> Sequence[str]:
+        """Return the database of each message whose handler has begun to wait."""
+        return sorted(re.findall("^began-(.*)-", path.name)[0] for path in self.folder.glob("began-*"))
+
+    def go_on(self) -> str:
+        """Let the last handler that waits go on, and return its database."""
+        (name,) = [path.name for path in self.folder.glob("began-*") if not (self.folder / f"go-{path.name}").exists()]
+        (self.folder / f"go-{name}").touch()
+        return re.findall("began-(.*)-", name)[0]
+
+    def open_gate(self) -> None:
+        """Let the waiting handlers go on, and those that begin later."""
+        (self.folder / "gate").touch()
+
+    def sessions(self) -> Sequence[tuple[str, int]]:
+        """Return the number of pgoutbox's sessions in each listed database that exists."""
+        counts = {
+            name: self[name]
+            .execute(
+                "SELECT count(*) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"
+            )
+            .fetchone()
+            for name in self._dsns
+        }
+        return [(name, count[0]) for name, count in counts.items() if count is not None]
+
+
+@pytest.fixture
+def databases(server: Server, template_of_today: Callable[[], str], tmp_path: Path) -> Iterator[Databases]:
+    """Databases that a worker can serve."""
+    with ExitStack() as stack:
+        yield Databases(server, template_of_today(), tmp_path, stack)
+
+
+class StartFleet:
+    """Starts a worker of these databases, which only notifications wake."""
+
+    def __init__(self, start: StartWorker, databases: Databases) -> None:
+        self._start = start
+        self._databases = databases
+
+    def __call__(self, *arguments: str, **settings: str) -> WorkerProcess:
+        given = {"dsns": str(self._databases.file), **_ONLY_TOLD, **settings}
+        return self._start(
+            _APPLICATION, *arguments, environment={"FOLDER": str(self._databases.folder)}, dsn=None, **given
+        )
+
+
+@pytest.fixture
+def start_fleet(start_worker: StartWorker, databases: Databases) -> StartFleet:
+    """Return a function that starts a worker of these databases."""
+    return StartFleet(start_worker, databases)
+
+
+def until_handled(databases: Databases, worker: WorkerProcess, expected: Sequence[str]) -> None:
+    """Wait until exactly these messages are handled, in any order."""
+    wait_until(
+        lambda: sorted(databases.handled()) == sorted(expected),
+        lambda: f"handled are {sorted(databases.handled())}, not {sorted(expected)}\n{worker.log}",
+    )
+
+
+@contextmanager
+def locked(dsn: str) -> Iterator[None]:
+    """Lock the messages of a database."""
+    with psycopg.connect(dsn) as session:
+        session.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
+        yield
+
+
+def test_each_message_is_delivered_when_its_database_tells_the_worker(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    databases.add("one", "two", "three")
+    databases.enqueue("two")
+    worker = start_fleet()
+    until_handled(databases, worker, ["two single"])
+    wait_until(lambda: len(worker.records("worker_started")) == 3, lambda: worker.log)
+    for name in ("one", "two", "three", "one"):
+        databases.enqueue(name)
+    until_handled(databases, worker, ["two single", "one single", "two single", "three single", "one single"])
+    assert worker.stop() == 0
+
+
+def test_an_idle_database_has_one_session(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    databases.enqueue("one", count=20)
+    worker = start_fleet()
+    until_handled(databases, worker, ["one single"] * 20)
+    wait_until(lambda: databases.sessions() == [("one", 1), ("two", 1)], lambda: f"{databases.sessions()}")
+    assert worker.stop() == 0
+    wait_until(lambda: databases.sessions() == [("one", 0), ("two", 0)], lambda: f"{databases.sessions()}")
+
+
+def test_a_hook_is_called_although_its_worker_cannot_be_told(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    worker = start_fleet()
+    wait_until(lambda: len(worker.records("worker_started")) == 2, lambda: worker.log)
+    databases.enqueue("one", "fails")
+    until_handled(databases, worker, ["one fails.failed"])
+
+
+def test_a_database_that_cannot_be_served_harms_no_other(
+    databases: Databases, start_fleet: StartFleet, server: Server
+) -> None:
+    databases.add("good", "locked")
+    databases.add("bare", template="template1")
+    databases.list("missing", server.dsn_for("there_is_no_such_database"))
+    databases.list("dead", "postgresql://nobody@127.0.0.1:9/nothing?connect_timeout=2")
+    databases.enqueue("locked")
+    with locked(databases.dsn("locked")):
+        worker = start_fleet()
+        databases.enqueue("good")
+        until_handled(databases, worker, ["good single"])
+        wait_until(
+            lambda: {one["database"] for one in worker.records("database_left_out")} == {"bare", "missing", "dead"},
+            lambda: worker.log,
+        )
+        databases.enqueue("good")
+        until_handled(databases, worker, ["good single"] * 2)
+    migrate.upgrade(databases.dsn("bare"))
+    databases.enqueue("bare")
+    until_handled(databases, worker, ["good single", "good single", "locked single", "bare single"])
+    assert worker.stop() == 0
+
+
+def test_the_list_is_read_again(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    worker = start_fleet()
+    wait_until(lambda: len(worker.records("worker_started")) == 2, lambda: worker.log)
+    databases.add("three")
+    databases.enqueue("three")
+    databases.remove("one")
+    worker.send_signal(signal.SIGHUP)
+    until_handled(databases, worker, ["three single"])
+    wait_until(lambda: len(worker.records("worker_stopped")) == 1, lambda: worker.log)
+    assert [one["database"] for one in worker.records("worker_stopped")] == ["one"]
+    databases.file.write_text("two without\nnonsense\n")
+    worker.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(worker.records("databases_unknown")) == 1, lambda: worker.log)
+    databases.enqueue("two")
+    until_handled(databases, worker, ["three single", "two single"])
+    assert worker.stop() == 0
+
+
+def test_one_database_leaves_slots_to_the_others(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("big", "small")
+    databases.enqueue("big", "waits", 20)
+    worker = start_fleet(concurrency="5")
+    wait_until(lambda: databases.began() == ["big"] * 4, lambda: f"{databases.began()}\n{worker.log}")
+    databases.enqueue("small")
+    until_handled(databases, worker, ["small single"])
+    assert databases.began() == ["big"] * 4
+    databases.open_gate()
+    until_handled(databases, worker, ["small single", *["big waits"] * 20])
+    assert worker.stop() == 0
+
+
+def test_databases_take_turns_when_there_are_more_of_them_than_slots(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    names = [f"db{number}" for number in range(4)]
+    databases.add(*names)
+    for name in names:
+        databases.enqueue(name, "waits", 3)
+    worker = start_fleet(concurrency="1")
+
+    def has_one_in_hand(name: str) -> bool:
+        row = databases[name].execute("SELECT FROM pgoutbox.message_live WHERE state = 'sending' LIMIT 1").fetchone()
+        return row is not None
+
+    turns = []
+    for number in range(1, 9):
+        wait_until(lambda number=number: len(databases.began()) == number, lambda: f"{databases.began()}\n{worker.log}")
+        # One begins, and each of the others has the next message in hand.
+        wait_until(lambda: all(map(has_one_in_hand, names)), lambda: worker.log)
+        turns.append(databases.go_on())
+    assert [sorted(turns[:4]), sorted(turns[4:])] == [names, names]
+    databases.open_gate()
+    until_handled(databases, worker, [f"{name} waits" for name in names for _ in range(3)])
+    assert worker.stop() == 0
+
+
+def test_a_lost_session_is_opened_again(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    worker = start_fleet()
+    wait_until(lambda: databases.sessions() == [("one", 1), ("two", 1)], lambda: f"{databases.sessions()}")
+    databases["one"].execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"
+    )
+    for name in ("one", "two", "one"):
+        databases.enqueue(name)
+    until_handled(databases, worker, ["one single", "two single", "one single"])
+    wait_until(lambda: databases.sessions() == [("one", 1), ("two", 1)], lambda: f"{databases.sessions()}")
+    databases.enqueue("one")
+    until_handled(databases, worker, ["one single", "two single", "one single", "one single"])
+    assert worker.stop() == 0
+
+
+@pytest.mark.parametrize("mode", ["--once", "--drain"])
+def test_a_run_serves_all_databases_and_names_those_that_it_could_not(
+    mode: str, databases: Databases, start_fleet: StartFleet, server: Server
+) -> None:
+    databases.add("one", "two")
+    databases.list("missing", server.dsn_for("there_is_no_such_database"))
+    databases.enqueue("one", count=3)
+    databases.enqueue("two", count=2)
+    worker = start_fleet(mode)
+    assert worker.wait() == 1
+    assert sorted(databases.handled()) == ["one single"] * 3 + ["two single"] * 2
+    assert "not served, see the log: missing" in worker.log
+    databases.remove("missing")
+    assert start_fleet(mode).wait() == 0
