@@ -45,6 +45,18 @@ def cpu_of_sessions(server: Server, dsn: str) -> Iterator[list[float]]:
         found.append(_cpu_seconds_of_ended_children(postmaster) - before)
 
 
+def cpu_seconds_of_server(server: Server) -> float:
+    """Return the CPU seconds of the server's processes so far, with those that have ended. NaN if they are not visible."""
+    if server.postmaster is None:
+        return float("nan")
+    total = 0.0
+    for pid in (server.postmaster, *_children(server.postmaster)):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total + _cpu_seconds_of_ended_children(server.postmaster)
+
+
 def _children(pid: int) -> set[int]:
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 

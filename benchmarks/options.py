@@ -70,6 +70,7 @@ class Options:
     retention_seconds: float = 8.0
     dashboard_messages: int = 1_000_000
     wal_messages: int = 5_000
+    databases: int = 200
 
 
 QUICK = Options(
@@ -80,6 +81,7 @@ QUICK = Options(
     fanout_destinations=500,
     dashboard_messages=20_000,
     wal_messages=1_000,
+    databases=5,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,

@@ -93,9 +93,12 @@ def program_command(program: str, *arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str], *, dsn: str, environment: Mapping[str, str] | None = None
+    name: str, command: Sequence[str], *, dsn: str | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[Child]:
-    """Run a program in any language that speaks the same protocol, for the length of the `with` block."""
+    """Run a program in any language that speaks the same protocol, for the length of the `with` block.
+
+    Without a `dsn` the environment names its databases.
+    """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PGOUTBOX_", "PGQUEUER_"))}
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the child object closes it
     process = subprocess.Popen(
@@ -103,7 +106,7 @@ def running(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
-        env={**inherited, **(environment or {}), "PGOUTBOX_DSN": dsn},
+        env={**inherited, **({} if dsn is None else {"PGOUTBOX_DSN": dsn}), **(environment or {})},
         # This process handles Ctrl-C, and ends its children itself.
         start_new_session=True,
         text=True,

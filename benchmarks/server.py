@@ -11,9 +11,10 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psycopg
 from psycopg import sql
@@ -63,8 +64,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(dsn: str | None) -> Iterator[Server]:
-    """Return the server of `dsn` with its settings unchanged, or the embedded one."""
+def running_server(dsn: str | None, *, settings: Mapping[str, str] = MappingProxyType({})) -> Iterator[Server]:
+    """Return the server of `dsn` with its settings unchanged, or the embedded one with these settings."""
     if dsn is not None:
         yield Server(dsn, _version_of(dsn), None)
         return
@@ -73,6 +74,8 @@ def running_server(dsn: str | None) -> Iterator[Server]:
         # The size of the buffer pool takes effect when the server starts.
         with embedded_server(data) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute(f"ALTER SYSTEM SET shared_buffers = '{SHARED_BUFFERS}'")
+            for name, value in settings.items():
+                connection.execute(sql.SQL("ALTER SYSTEM SET {} = {}").format(sql.Identifier(name), value))
             connection.execute(f"ALTER SYSTEM SET log_line_prefix = '{_LOG_LINE_PREFIX}'")
         with embedded_server(data) as server:
             postmaster = int((data / "postmaster.pid").read_text().split()[0])

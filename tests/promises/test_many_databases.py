@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,13 +115,13 @@ class Databases:
 
     def began(self) -> Sequence[str]:
         """Return the database of each message whose handler has begun to wait."""
-        return sorted(re.findall("^began-(.*)-", path.name)[0] for path in self.folder.glob("began-*"))
+        return sorted(_database_of(path.name) for path in self.folder.glob("began-*"))
 
     def go_on(self) -> str:
         """Let the last handler that waits go on, and return its database."""
         (name,) = [path.name for path in self.folder.glob("began-*") if not (self.folder / f"go-{path.name}").exists()]
         (self.folder / f"go-{name}").touch()
-        return re.findall("began-(.*)-", name)[0]
+        return _database_of(name)
 
     def open_gate(self) -> None:
         """Let the waiting handlers go on, and those that begin later."""
@@ -139,6 +139,10 @@ class Databases:
             for name in self._dsns
         }
         return [(name, count[0]) for name, count in counts.items() if count is not None]
+
+
+def _database_of(name: str) -> str:
+    return name.split("-")[1]
 
 
 @pytest.fixture
@@ -285,9 +289,12 @@ def test_databases_take_turns_when_there_are_more_of_them_than_slots(
         row = databases[name].execute("SELECT FROM pgoutbox.message_live WHERE state = 'sending' LIMIT 1").fetchone()
         return row is not None
 
+    def has_begun(count: int) -> bool:
+        return len(databases.began()) == count
+
     turns = []
     for number in range(1, 9):
-        wait_until(lambda number=number: len(databases.began()) == number, lambda: f"{databases.began()}\n{worker.log}")
+        wait_until(partial(has_begun, number), lambda: f"{databases.began()}\n{worker.log}")
         # One begins, and each of the others has the next message in hand.
         wait_until(lambda: all(map(has_one_in_hand, names)), lambda: worker.log)
         turns.append(databases.go_on())
