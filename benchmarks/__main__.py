@@ -26,6 +26,7 @@ from benchmarks import (
     load,
     peers,
     retention,
+    scale,
     single,
     waking,
     wal,
@@ -54,8 +55,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "wal": wal.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: the limits of several workers, the dashboard, many databases, and the search for
-# the settings of the other systems.
+# Not part of a run without arguments: the limits of several workers, the dashboard, many databases, sizes, and the search
+# for the settings of the other systems.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,
@@ -63,6 +64,7 @@ EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "retention": retention.run,
     "dashboard": dashboard.run,
     "databases": databases.run,
+    "scale": scale.run,
     "peer-settings": peers.run_settings,
 }
 
@@ -71,7 +73,7 @@ def main() -> int:
     """Run the scenarios. Return 0 if they ran, whatever their verdicts, and 130 if interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox and other systems.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last seven if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last eight if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: check that the benchmarks work")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
     parser.add_argument("--finished", type=int, metavar="N", help="finished messages in the table of drain")

@@ -71,6 +71,7 @@ class Options:
     dashboard_messages: int = 1_000_000
     wal_messages: int = 5_000
     databases: int = 200
+    scale_messages: int = 50_000
 
 
 QUICK = Options(
@@ -82,6 +83,7 @@ QUICK = Options(
     dashboard_messages=20_000,
     wal_messages=1_000,
     databases=5,
+    scale_messages=2_000,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,
