@@ -144,6 +144,11 @@ class Handler:
         return payload
 
 
+def handled_by(handlers: Mapping[str, Handler]) -> list[str]:
+    """Return the names by which a worker with these handlers claims messages, in alphabetical order."""
+    return sorted(name for handler in handlers.values() for name in handler.handled)
+
+
 def _unreadable(message: Message[object], text: str) -> Postponed:
     pause = _UNREADABLE_PAUSES.delay_seconds(message.attempt_count)
     return Postponed(pause, text, code=ReasonCode.UNREADABLE)

@@ -23,7 +23,7 @@ from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.handlers import Middleware
+from pgoutbox.handlers import Middleware, handled_by
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
@@ -77,7 +77,7 @@ async def run_pass(
         _BorrowingStore(connection, settings, hooks=hooks),
         Telemetry(_log),
         queues=Turns(parse_queues(queues)),
-        topics=sorted(name for handler in handlers.values() for name in handler.handled),
+        topics=handled_by(handlers),
         stopping=asyncio.Event(),
     )
     breakers = CircuitBreakers(run, transports)

@@ -28,7 +28,7 @@ from pgoutbox.database.server import OldPackageError
 from pgoutbox.database.store import Store, check_server
 from pgoutbox.database.worker_connection import REST_SECONDS, is_unreachable
 from pgoutbox.encryption import Keyring
-from pgoutbox.handlers import Handler, Middleware
+from pgoutbox.handlers import Handler, Middleware, handled_by
 from pgoutbox.kernel import statements
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import WorkerStatus
@@ -122,7 +122,7 @@ class WorkerRun:
             store,
             telemetry,
             queues=Turns(setup.queues),
-            topics=sorted(name for handler in handlers.values() for name in handler.handled),
+            topics=handled_by(handlers),
             stopping=setup.stopping,
             own_topics=setup.own_topics,
             is_one_of_many=setup.shared is not None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,9 +14,11 @@ from sqlalchemy import NullPool, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from typing_extensions import Unpack
 
-from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, State, Transient
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, State, Topic, Transient
 from pgoutbox.enqueue.producer import EnqueueOptions
 from pgoutbox.testing import OutboxDriver, sqlalchemy_url
+from pgoutbox.testing.borrowed import borrow, run_pass
+from tests.support.outbox_actions import enqueue, rows_of, settings_for
 from tests.support.pages import DOCS, blocks_of
 
 if TYPE_CHECKING:
@@ -176,6 +179,34 @@ def test_clear_deletes_messages_of_every_state_with_their_keys(driver: OutboxDri
         tables = ("message", "dedupe", "key_head", "content", "breaker")
         counts = {table: db.execute(left.format(table).encode()).fetchone() for table in tables}
     assert set(counts.values()) == {(0,)}
+
+
+# --- a borrowed connection --------------------------------------------------------------------------------------------
+
+
+async def test_a_pass_on_a_borrowed_connection_delivers_later_versions(dsn: str, db: psycopg.Connection) -> None:
+    """Django's test cases lend theirs."""
+    versions = Outbox(settings_for(dsn))
+    seen: list[int] = []
+
+    @versions.handler(Topic("test.version", version=3, upgrade={1: lambda payload: payload, 2: lambda payload: payload}))
+    async def deliver(message: Message, ctx: Context) -> None:
+        seen.append(message.payload_version)
+
+    with db.transaction(force_rollback=True):
+        ids = [enqueue(db, "test.version", payload_version=version) for version in (1, 2, 3, 4)]
+        with ThreadPoolExecutor(1) as threads:
+            await run_pass(
+                borrow(db),
+                versions,
+                versions.settings,
+                queues=["default"],
+                transports={},
+                middlewares=(),
+                threads=threads,
+            )
+        assert [row.state for row in rows_of(db, *ids)] == ["sent", "sent", "sent", "pending"]
+    assert sorted(seen) == [1, 2, 3]
 
 
 # --- SQLAlchemy -------------------------------------------------------------------------------------------------------
