@@ -27,6 +27,8 @@ DECLARE
         WHEN edit.owner IS NULL THEN 'owner: must not be null'
         WHEN edit.payload IS NULL AND edit.destination IS NOT NULL
             THEN 'destination: must not be given without a new payload'
+        WHEN edit.payload IS NULL AND edit.payload_version IS NOT NULL
+            THEN 'payload_version: must not be given without a new payload'
         WHEN edit.payload IS NULL AND edit.available_at IS NULL
             THEN 'payload: must not be null; give a payload, a due time, or both'
         ELSE pgoutbox._draft_error(pgoutbox._draft(
