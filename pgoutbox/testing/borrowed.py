@@ -188,13 +188,13 @@ class _Savepoints(Transactions):
 
     def __init__(self, run: RunState, dispatcher: Dispatcher) -> None:
         super().__init__(run, dispatcher)
-        self._sessions = _SavepointSessions(run.store, run.settings, run.telemetry)
+        self._sessions = _SavepointSessions(run)
 
 
 class _SavepointSessions(HandlerSessions):
-    def __init__(self, store: Store, settings: Settings, telemetry: Telemetry) -> None:
-        super().__init__(settings, telemetry)
-        self._store = cast("_BorrowingStore", store)
+    def __init__(self, run: RunState) -> None:
+        super().__init__(run)
+        self._store = cast("_BorrowingStore", run.store)
 
     async def begin(self, name: str) -> HandlerSession:  # noqa: ARG002
         return _SavepointSession(self._store.borrowed)

@@ -189,7 +189,7 @@ async def test_a_pass_on_a_borrowed_connection_delivers_later_versions(dsn: str,
     versions = Outbox(settings_for(dsn))
     seen: list[int] = []
 
-    @versions.handler(Topic("test.version", version=3, upgrade={1: lambda payload: payload, 2: lambda payload: payload}))
+    @versions.handler(Topic("test.version", version=3, upgrade=dict.fromkeys((1, 2), lambda payload: payload)))
     async def deliver(message: Message, ctx: Context) -> None:
         seen.append(message.payload_version)
 

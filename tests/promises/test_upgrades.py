@@ -41,6 +41,19 @@ REPORTING: Final = (
     presence._FIRST_LOOK_SECONDS = presence._INTERVAL_SECONDS = 0.1
 """
 )
+# It reports only at its start. A message is handed over by a session that begins with it.
+TRANSACTIONAL: Final = """
+    from pgoutbox import Outbox
+    from pgoutbox.worker.beside import presence
+
+    presence._FIRST_LOOK_SECONDS = 3600
+    outbox = Outbox()
+
+
+    @outbox.handler("mail", transactional=True)
+    async def mail(message, ctx):
+        pass
+"""
 CONTRACT: Final = """
 from alembic import op
 
@@ -146,6 +159,17 @@ def test_a_running_worker_ends_at_its_next_report(
     worker = started(REPORTING)
     db.execute(LATER)
     expect_end(worker)
+
+
+def test_a_running_worker_ends_when_a_session_of_its_handlers_is_refused(
+    db: psycopg.Connection, started: Callable[..., WorkerProcess]
+) -> None:
+    worker = started(TRANSACTIONAL)
+    db.execute(LATER)
+    message_id = enqueue(db, "mail")
+    expect_end(worker)
+    assert "handlers_limited" not in worker.events()
+    assert db.execute(ATTEMPTS, [message_id]).fetchone() == ("pending", 0)
 
 
 def test_a_revision_changes_nothing_while_workers_run_that_are_too_old_for_it(

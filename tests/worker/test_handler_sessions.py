@@ -10,8 +10,7 @@ from tests.support.worker_sql import run_state
 
 
 async def test_a_waiting_attempt_gets_the_session_before_an_attempt_that_comes_later(dsn: str) -> None:
-    settings = settings_for(dsn, concurrency=1)
-    sessions = HandlerSessions(settings, run_state(settings).telemetry)
+    sessions = HandlerSessions(run_state(settings_for(dsn, concurrency=1)))
     begun: list[str] = []
 
     async def work(slot: str) -> None:

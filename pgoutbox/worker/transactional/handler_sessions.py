@@ -14,10 +14,11 @@ from typing import Final
 
 import psycopg
 
-from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.settings import Settings
+from pgoutbox.database.server import OldPackageError
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.text import describe
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.run_state import RunState
 from pgoutbox.worker.transactional.handler_session import HandlerSession
 
 PATIENCE_SECONDS: Final = 5.0
@@ -38,9 +39,10 @@ class NoSessionError(Exception):
 class HandlerSessions:
     """Opens up to `concurrency` sessions as they are needed, and keeps them for a minute."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry) -> None:
-        self._settings = settings
-        self._telemetry = telemetry
+    def __init__(self, run: RunState) -> None:
+        self._settings = settings = run.settings
+        self._telemetry = run.telemetry
+        self._stop = run.stop
         self._idle: list[HandlerSession] = []
         self._waiting_count = 0
         self._turn = asyncio.Lock()  # Fair: the attempt that has waited longest gets the next session.
@@ -217,7 +219,10 @@ class HandlerSessions:
             raise
 
     def _limit_to(self, count: int, error: BaseException) -> None:
-        """Run no more handlers than this for a while."""
+        """Run no more handlers than this for a while. End the run if the schema refuses this package."""
+        if isinstance(error, OldPackageError):
+            self._stop(error)
+            return
         self._limit = max(1, count)
         if _now() >= self._limited_until:
             self._limited_until = _now() + self._backoff.next()

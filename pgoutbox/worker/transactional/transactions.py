@@ -64,7 +64,7 @@ class Transactions:
         self._store = run.store
         self._stopping = run.stopping
         self._dispatcher = dispatcher
-        self._sessions = HandlerSessions(run.settings, run.telemetry)
+        self._sessions = HandlerSessions(run)
 
     async def run(self, work: Work) -> Sequence[Outcome]:
         """Run one attempt of each message. The writes of an attempt with any outcome but `Sent` are rolled back.
