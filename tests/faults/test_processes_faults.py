@@ -38,6 +38,7 @@ from tests.support.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.support.worker_process import is_asleep
 from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
@@ -241,16 +242,6 @@ def test_a_message_that_exhausts_memory_fails_and_the_others_are_delivered(
 
 
 # --- frozen -----------------------------------------------------------------------------------------------------------
-
-
-def is_asleep(db: psycopg.Connection, worker: WorkerProcess) -> bool:
-    """Return whether the last statement of this worker asked when the next message falls due."""
-    row = db.execute(
-        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' "
-        "AND application_name LIKE 'pgoutbox claim %%:' || %s || ':%%' AND query LIKE '%%due.first_at%%'",
-        [worker.pid],
-    ).fetchone()
-    return row is not None
 
 
 def test_frozen_idle_workers_do_not_keep_a_message_from_a_healthy_one(db: psycopg.Connection, fleet: Fleet) -> None:

@@ -25,8 +25,9 @@ from pgoutbox import (
     Worker,
 )
 from tests.support.command_line import run_process
-from tests.support.outbox_actions import enqueue, rows_of, settings_for
+from tests.support.outbox_actions import due_earlier, enqueue, rows_of, settings_for
 from tests.support.waiting import wait_until
+from tests.support.worker_process import is_asleep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,8 @@ OLD: Final = """
 
     @outbox.handler(Topic("mail", payload=Person), transactional=True)
     async def mail(message, ctx):
-        await asyncio.sleep(float(os.environ.get("SECONDS", "0")))
+        while not os.path.exists(os.environ.get("GATE", os.curdir)):
+            await asyncio.sleep(0.05)
         await ctx.connection.execute(
             "INSERT INTO handed VALUES (%s, 'old', %s)", [message.id, message.payload.model_dump_json()]
         )
@@ -75,11 +77,34 @@ NEW: Final = """
 
     @outbox.handler(Topic("mail", payload=Person, version=2, upgrade={1: split}), transactional=True)
     async def mail(message, ctx):
-        await asyncio.sleep(float(os.environ.get("SECONDS", "0")))
+        while not os.path.exists(os.environ.get("GATE", os.curdir)):
+            await asyncio.sleep(0.05)
         await ctx.connection.execute(
             "INSERT INTO handed VALUES (%s, 'new', %s)", [message.id, message.payload.model_dump_json()]
         )
 """
+# Its receiver is unavailable until the gate exists.
+SENDS: Final = (
+    OLD
+    + """
+    from pgoutbox import Sent, Unavailable, Webhook
+
+    class Receiver:
+        schemes = ("tel",)
+
+        async def send(self, message, content):
+            return Sent() if os.path.exists(os.environ["GATE"]) else Unavailable("closed")
+
+        async def aclose(self):
+            pass
+
+    outbox = Outbox(transports=[Receiver()])
+
+    @outbox.handler(Topic("mail", payload=Person))
+    async def call(message, ctx):
+        return Webhook(body={})
+"""
+)
 READ: Final = {"old": '{"name":"Ada Byron"}', "new": '{"first":"Ada","last":"Byron"}'}
 EACH: Final = 40
 
@@ -87,6 +112,12 @@ EACH: Final = 40
 class Person(BaseModel):
     first: str
     last: str
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The file that handlers with this GATE wait for."""
+    return tmp_path / "gate"
 
 
 @pytest.fixture(autouse=True)
@@ -153,20 +184,71 @@ def test_a_version_that_no_worker_knows_waits_and_is_named(
     assert rows_of(db, message_id)[0].state == "sent"
 
 
+@pytest.mark.parametrize("concurrency", ["1", "10"])
 @pytest.mark.parametrize("keys", [("k", None), (None, "k")], ids=["coalesce key", "ordering key"])
 def test_an_idle_worker_that_knows_the_version_of_the_next_message_of_a_key_is_told(
-    db: psycopg.Connection, start_worker: StartWorker, keys: tuple[str | None, str | None]
+    db: psycopg.Connection,
+    start_worker: StartWorker,
+    gate: Path,
+    keys: tuple[str | None, str | None],
+    concurrency: str,
 ) -> None:
     """The other worker ends the message before it, and cannot claim the next one."""
-    slow = start_worker(OLD, environment={"SECONDS": "1"}, poll_interval_seconds="3600", lease_seconds="3600")
-    wait_until(lambda: "worker_started" in slow.events(), lambda: slow.log)
+    quiet: dict[str, Any] = {"poll_interval_seconds": "3600", "lease_seconds": "3600"}
+    old = start_worker(OLD, environment={"GATE": str(gate)}, concurrency=concurrency, **quiet)
     first = enqueue_old(db, *keys)
-    wait_until(lambda: rows_of(db, first)[0].state == "sending", lambda: slow.log)
-    other = start_worker(NEW, poll_interval_seconds="3600", lease_seconds="3600")
-    wait_until(lambda: "worker_started" in other.events(), lambda: other.log)
+    wait_until(lambda: rows_of(db, first)[0].state == "sending", lambda: old.log)
     second = enqueue_new(db, *keys)
-    until_sent(db, [first, second], other)
+    new = start_worker(NEW, **quiet)
+    wait_until(lambda: is_asleep(db, new), lambda: new.log)
+    gate.touch()
+    until_sent(db, [first, second], new)
     assert db.execute("SELECT by FROM handed WHERE id = %s", [second]).fetchone() == ("new",)
+
+
+def test_an_idle_worker_is_told_of_a_message_of_its_version_beside_a_full_worker_without_it(
+    db: psycopg.Connection, start_worker: StartWorker, gate: Path
+) -> None:
+    quiet: dict[str, Any] = {"poll_interval_seconds": "3600", "lease_seconds": "3600"}
+    old = start_worker(OLD, environment={"GATE": str(gate)}, concurrency="1", **quiet)
+    held = enqueue_old(db)
+    wait_until(lambda: rows_of(db, held)[0].state == "sending", lambda: old.log)
+    new = start_worker(NEW, **quiet)
+    wait_until(lambda: is_asleep(db, new), lambda: new.log)
+    until_sent(db, [enqueue_new(db)], new)
+    assert rows_of(db, held)[0].state == "sending"
+
+
+def test_a_drain_does_not_wait_for_a_message_behind_one_of_an_unknown_version(
+    db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    unknown, behind = enqueue_new(db, ordering_key="k"), enqueue_old(db, ordering_key="k")
+    drained = start_worker(OLD, "--drain")
+    assert drained.wait() == 0, drained.log
+    assert {(row.state, row.attempt_count) for row in rows_of(db, unknown, behind)} == {("pending", 0)}
+
+
+@pytest.mark.parametrize("ordering_key", [None, "k"])
+def test_the_probe_of_a_breaker_passes_over_an_unknown_version(
+    db: psycopg.Connection, start_worker: StartWorker, gate: Path, ordering_key: str | None
+) -> None:
+    def put(payload_version: int) -> int:
+        key = None if ordering_key is None else f"{ordering_key}{payload_version}"
+        payload, destination = {"name": "Ada Byron"}, "tel:1"
+        return enqueue(db, "mail", payload, payload_version=payload_version, ordering_key=key, destination=destination)
+
+    known = put(1)
+    settings = {"breaker_cooldown_seconds": "0.1", "breaker_max_cooldown_seconds": "0.1"}
+    worker = start_worker(SENDS, environment={"GATE": str(gate)}, **settings)
+    wait_until(lambda: worker.records("breaker_opened"), lambda: worker.log)
+    unknown = put(2)
+    due_earlier(db, unknown, 3600)
+    probed = len(worker.records("breaker_reopened"))
+    wait_until(lambda: len(worker.records("breaker_reopened")) > probed + 1, lambda: worker.log)
+    gate.touch()
+    until_sent(db, [known], worker)
+    (row,) = rows_of(db, unknown)
+    assert (row.state, row.attempt_count) == ("pending", 0)
 
 
 def test_a_newer_version_supersedes_an_older_one_of_its_key(db: psycopg.Connection, start_worker: StartWorker) -> None:
@@ -177,9 +259,9 @@ def test_a_newer_version_supersedes_an_older_one_of_its_key(db: psycopg.Connecti
 
 
 def test_an_attempt_at_a_version_is_taken_over_by_a_worker_that_knows_it(
-    db: psycopg.Connection, start_worker: StartWorker
+    db: psycopg.Connection, start_worker: StartWorker, gate: Path
 ) -> None:
-    killed = start_worker(NEW, environment={"SECONDS": "3600"}, lease_seconds="1")
+    killed = start_worker(NEW, environment={"GATE": str(gate)}, lease_seconds="1")
     message_id = enqueue_new(db)
     wait_until(lambda: rows_of(db, message_id)[0].state == "sending", lambda: killed.log)
     killed.kill()

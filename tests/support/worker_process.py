@@ -51,6 +51,16 @@ def connection_count(db: psycopg.Connection) -> int:
     return int(count)
 
 
+def is_asleep(db: psycopg.Connection, worker: WorkerProcess) -> bool:
+    """Return whether the last statement of this worker asked when the next message falls due."""
+    row = db.execute(
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'idle' "
+        "AND application_name LIKE 'pgoutbox claim %%:' || %s || ':%%' AND query LIKE '%%due.first_at%%'",
+        [worker.pid],
+    ).fetchone()
+    return row is not None
+
+
 class WorkerProcess:
     """A worker with the handlers of `app`, behind the command `prefix` if one is given.
 
