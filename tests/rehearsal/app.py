@@ -37,16 +37,11 @@ def produce(dsn: str, seed: int, per_second: float, is_later: bool) -> None:
     """Enqueue in short transactions until the process is told to stop. One of twenty rolls back."""
     chance = random.Random(seed)
     number = seed * 1_000_000
-    while True:
-        try:
-            with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
-                while True:
-                    number += 1
-                    write(connection, number, chance, is_later)
-                    time.sleep(chance.expovariate(per_second))
-        except psycopg.OperationalError as error:
-            note(what="disconnected", error=str(error))
-            time.sleep(0.1)
+    with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
+        while True:
+            number += 1
+            write(connection, number, chance, is_later)
+            time.sleep(chance.expovariate(per_second))
 
 
 def write(connection: psycopg.Connection, number: int, chance: random.Random, is_later: bool) -> None:
