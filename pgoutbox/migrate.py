@@ -263,10 +263,17 @@ def upgrade_sql(revision: str = "head") -> str:
 
     `first:second` returns the steps between two revisions. The script is one transaction, like `upgrade`.
     """
-    _require_alembic()
-    script = io.StringIO()
-    _run_alembic("upgrade", _config(output=script), revision, sql=True)
-    return script.getvalue()
+    return _script_of(revision).getvalue()
+
+
+def upgrade_statements(revision: str) -> list[str]:
+    """Return the statements of `upgrade_sql`, each with the comments above it."""
+    return _script_of(revision).statements
+
+
+def differs(number: int, digest: str) -> bool:
+    """Return whether this package has other files for a revision than those with this digest."""
+    return digest_of(number) not in (None, digest)
 
 
 def digest_of(number: int) -> str | None:
@@ -457,7 +464,7 @@ def _applied(connection: Connection) -> list[tuple[int, str, str]]:
 def _require_same_files(connection: Connection) -> None:
     """Raise `SchemaError` if this package has other files for a revision that is applied, so that objects differ."""
     applied = _applied(connection)
-    differing = [(number, package) for number, digest, package in applied if digest_of(number) not in (None, digest)]
+    differing = [(number, package) for number, digest, package in applied if differs(number, digest)]
     if not applied and _has_tables(connection):
         differing = [(1, "an unreleased version")]
     for number, package in differing:
@@ -495,6 +502,25 @@ def _drop_schema_if_empty(connection: Connection) -> None:
         if not isinstance(error.orig, psycopg.errors.DependentObjectsStillExist | psycopg.errors.InsufficientPrivilege):
             raise
         _log.info("schema kept", extra={"event": LogEvent.SCHEMA_KEPT.value, "reason": str(error.orig)})
+
+
+class _Script(io.StringIO):
+    """A script of Alembic, which writes each statement by one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statements: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.statements.append(text)
+        return super().write(text)
+
+
+def _script_of(revision: str) -> _Script:
+    _require_alembic()
+    script = _Script()
+    _run_alembic("upgrade", _config(output=script), revision, sql=True)
+    return script
 
 
 def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = False) -> None:

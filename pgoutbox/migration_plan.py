@@ -14,8 +14,6 @@ import psycopg
 from pgoutbox import migrate
 from pgoutbox.database import connections
 
-# A semicolon ends a statement unless it is in a comment, a literal or the body of a function.
-_STATEMENT: Final = re.compile(r"(?>--[^\n]*|'(?:[^']|'')*'|(\$\w*\$).*?\1|BEGIN ATOMIC\b.*?\nEND|[^;])+;", re.DOTALL)
 _COMMENT: Final = re.compile(r"--[^\n]*\n?")
 _NAME: Final = r"(?:IF EXISTS )?(?:ONLY )?(pgoutbox\.\w+)"
 # The first pattern that matches counts: the lock, and whether the statement reads the whole relation.
@@ -42,7 +40,7 @@ _LOCKS: Final = tuple(
 )
 # These lock no table of messages. Any other statement is shown without a relation: read it.
 _HARMLESS: Final = re.compile(
-    r"BEGIN|COMMIT|SET |RESET |GRANT |REVOKE |COMMENT ON (?:FUNCTION|TYPE|VIEW|COLUMN)|ALTER TYPE|"
+    r"BEGIN|COMMIT|SET |RESET |GRANT |REVOKE |COMMENT ON (?:FUNCTION|TYPE|TABLE|VIEW|COLUMN)|ALTER TYPE|"
     r"(?:CREATE|CREATE OR REPLACE|DROP) FUNCTION|CREATE (?:TYPE|SEQUENCE|SCHEMA|VIEW)|"
     r"CREATE TABLE (?!.*(?:PARTITION OF|REFERENCES))"
 )
@@ -76,14 +74,13 @@ def plan(dsn: str) -> list[PlannedStep]:
     before = migrate.current(dsn)
     if before in (None, migrate.head()):
         return []  # A new schema has no table that anybody uses.
-    script = migrate.upgrade_sql(f"{before}:head")
     steps = []
     with connections.connect(dsn, purpose="migrate", answer_seconds=60.0) as connection:
         connection.read_only = True
-        for match in _STATEMENT.finditer(script):
-            statement = " ".join(_COMMENT.sub("", match[0]).split())
-            step = None if migrate.VERSION_TABLE in statement else _step_of(statement, connection)
-            if step is not None:
+        for text in migrate.upgrade_statements(f"{before}:head"):
+            statement = " ".join(_COMMENT.sub("", text).split())
+            is_planned = statement and migrate.VERSION_TABLE not in statement
+            if is_planned and (step := _step_of(statement, connection)) is not None:
                 steps.append(step)
     return steps
 

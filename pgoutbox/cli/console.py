@@ -58,13 +58,13 @@ _STATE_COLOURS: Final = {
     "cancelled": "bright_black",
 }
 # On a terminal, the texts in these columns are broken between words; a cell of any other column stays whole.
-_TEXTS: Final = frozenset({"cause", "destination", "error", "fix", "queues", "reason", "topics", "what"})
+_TEXTS: Final = frozenset({"cause", "destination", "error", "fix", "queues", "reason", "statement", "topics", "what"})
 _TEXT_WIDTH: Final = 20
 # The columns that a narrow terminal leaves out, in this order. --json has them all.
 _SPARE: Final = (
     "address", "connected_at", "ended_at", "seen_at", "lease_expires_at", "oldest_claimed_at", "ended_per_second",
     "available", "created", "first_at", "last_at", "newest_id", "error", "place", "worker", "started_at", "breaker_key",
-    "cancelled", "skipped", "scheduled", "queue", "attempts", "destination",
+    "cancelled", "skipped", "scheduled", "queue", "attempts", "destination", "size_bytes",
 )  # fmt: skip
 # Matches up to the next part of the error, the next error of a chain, or the end.
 _DETAIL: Final = re.compile(
@@ -141,9 +141,13 @@ def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], width:
         if sum(widths[index] + 2 for index in shown) <= width:
             break
         shown.remove(columns.index(spare))
+    is_narrow = sum(max(len(columns[i]), *(cell_len(row[i]) for row in cells), 0) + 2 for i in shown) > width
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for index in shown:
-        table.add_column(columns[index].replace("_", " "), overflow="fold", min_width=widths[index])
+        # Otherwise Rich takes width from all columns, and then cuts the last one, because each has its minimum.
+        fixed = widths[index] if is_narrow and columns[index] not in _TEXTS else None
+        title = columns[index].replace("_", " ")
+        table.add_column(title, overflow="fold", min_width=widths[index], width=fixed)
     for row in cells:
         table.add_row(*(Text(row[index], style=_STATE_COLOURS.get(row[index], "")) for index in shown))
     return table

@@ -12,7 +12,7 @@ from pgoutbox import migrate as migrations
 from pgoutbox import migration_plan
 from pgoutbox.cli.console import FAILED, print_note
 from pgoutbox.cli.options import Options, Yes, command, expanded, open_operator, read_settings
-from pgoutbox.cli.program import app, confirm, interruptible
+from pgoutbox.cli.program import app, confirm, interruptible, shorten
 from pgoutbox.operations import Home
 from pgoutbox.text import pluralize
 
@@ -139,7 +139,13 @@ def _print_plan(target: str, options: Options) -> None:
         return
     if not options.as_json:
         print_note(f"{before or 'base'} -> {newest}, in one transaction: each lock lasts until its end")
-    options.print_rows(("relation", "lock", "size_bytes", "seconds", "statement"), steps)
+        steps = [
+            step._replace(relation=step.relation.removeprefix("pgoutbox."), statement=shorten(step.statement) or "")
+            for step in steps
+        ]
+        if any(step.statement.endswith("…") for step in steps):
+            print_note("some statements are cut: --json shows them as a whole")
+    options.print_rows(migration_plan.PlannedStep._fields, steps)
 
 
 def _print_revision(before: str | None, after: str | None, options: Options) -> None:

@@ -32,7 +32,7 @@ from pgoutbox.doctor.findings import (
     warning,
 )
 from pgoutbox.errors import SchemaError
-from pgoutbox.migrate import digest_of
+from pgoutbox.migrate import differs
 from pgoutbox.text import one_line, pluralize
 from pgoutbox.transports.registry import is_configured
 
@@ -112,7 +112,7 @@ def check_schema(context: DoctorContext) -> Iterator[Finding]:
     elif differing := [
         f"pgoutbox_{row['number']:04} by pgoutbox {row['applied_by']}"
         for row in context.ask(sql.APPLIED_REVISIONS)
-        if digest_of(row["number"]) not in (None, row["digest"])
+        if differs(row["number"], row["digest"])
     ]:
         yield problem(
             "revision-differs",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pgoutbox import migrate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
@@ -44,11 +45,28 @@ def downgrade():
     op.execute("DO $$ BEGIN PERFORM pgoutbox.set_up_roles(); END $$")
 """
 
+_STATEMENTS: Final = """
+from alembic import op
+from sqlalchemy import DDL
 
-def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let `pgoutbox.migrate` work on a copy of the revisions that has one more. Return its name."""
+revision = "pgoutbox_next"
+down_revision = "pgoutbox_0001"
+
+
+def upgrade():
+    for statement in {statements!r}:
+        op.execute(DDL(statement.replace("%", "%%")))
+"""
+
+
+def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch, statements: Sequence[str] | None = None) -> str:
+    """Let `pgoutbox.migrate` work on a copy of the revisions that has one more. Return its name.
+
+    It runs these statements, or by default those of `_NEXT`.
+    """
     copied = directory / "revisions"
     shutil.copytree(migrate._MIGRATIONS, copied)
-    (copied / "versions" / "0002_next.py").write_text(_NEXT)
+    text = _NEXT if statements is None else _STATEMENTS.format(statements=[*statements])
+    (copied / "versions" / "0002_next.py").write_text(text)
     monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
     return "pgoutbox_next"
