@@ -197,13 +197,13 @@ APPLICATION = """
     import os
     import time
 
-    from pgoutbox import Outbox, RetryPolicy
+    from pgoutbox import Outbox, RetryPolicy, Topic
 
     outbox = Outbox()
     once = RetryPolicy.steps(3600)
 
 
-    @outbox.handler("hangs", timeout=0.2, retry=once)
+    @outbox.handler(Topic("hangs", version=2, upgrade={1: lambda payload: payload}), timeout=0.2, retry=once)
     def hangs(message, ctx):
         logging.warning("handler begun")
         while not os.path.exists(os.environ["RETURN"]):
@@ -345,7 +345,7 @@ def test_a_worker_begins_no_messages_of_a_topic_that_holds_a_quarter_of_its_slot
     wait_until(lambda: len(worker.records("attempt_abandoned")) == 2, lambda: worker.log)
     deliver(db, worker)
     with db.transaction():
-        later = [enqueue(db, "hangs") for _ in range(4)]
+        later = [enqueue(db, "hangs", payload_version=version) for version in (1, 2, 1, 2)]
     deliver(db, worker)
     assert states(db, *later) == {"pending"}
     attempts = db.execute("SELECT sum(attempt_count) FROM pgoutbox.message_view WHERE id = ANY (%s)", [later])

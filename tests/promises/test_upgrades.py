@@ -226,6 +226,22 @@ def test_a_later_revision_that_needs_less_lets_no_older_package_in_again(
     expect_end(start_worker(APPLICATION))
 
 
+def test_a_revision_that_is_applied_again_counts_with_its_last_row(
+    db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    """A downgrade may have left the row of the first time."""
+    row = "SELECT lowest_package, applied_by, digest, applied_at FROM pgoutbox.revision WHERE number = 2"
+    db.execute(NOTE)
+    ((*_, first_at),) = db.execute(row).fetchall()
+    db.execute("SELECT pgoutbox._note_revision(2, '0.1', '99.2', 'y')")
+    ((*values, last_at),) = db.execute(row).fetchall()
+    assert values == ["0.1", "99.2", "y"]
+    assert last_at > first_at
+    message_id = enqueue(db, "mail")
+    assert start_worker(APPLICATION, "--drain").wait() == 0
+    assert db.execute(ATTEMPTS, [message_id]).fetchone() == ("sent", 1)
+
+
 @pytest.mark.parametrize("command", ["migrate", "migrate downgrade base --yes"])
 def test_a_revision_of_other_files_is_refused(dsn: str, db: psycopg.Connection, command: str) -> None:
     db.execute("UPDATE pgoutbox.revision SET digest = 'other', applied_by = '0.0.7'")

@@ -256,11 +256,12 @@ async def test_a_handler_of_another_worker_counts_only_in_the_queues_that_it_ser
     assert await reporter("a", ("critical",), defined=("bulk",)).warnings() == count
 
 
+@pytest.mark.parametrize(("topic", "version"), [("mail.lost", 1), ("greet", 2)])
 @pytest.mark.parametrize("lane", ["fresh", "retries", "ordered"])
 async def test_late_messages_of_every_lane_are_found_and_others_are_not(
-    db: psycopg.Connection, reporter: Callable[..., Reporter], lane: str
+    db: psycopg.Connection, reporter: Callable[..., Reporter], lane: str, topic: str, version: int
 ) -> None:
-    enqueue(db, "mail.lost", ordering_key="order-7" if lane == "ordered" else None)
+    enqueue(db, topic, payload_version=version, ordering_key="order-7" if lane == "ordered" else None)
     if lane == "retries":
         db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1")
     a = reporter()
