@@ -51,16 +51,16 @@ DEFAULT_PATIENCE_SECONDS = 30.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
-_PAUSE_SECONDS = (0.2, 1.0)  # Between two tries, so that what waited behind the migration goes on.
+_PAUSE_SECONDS = (0.2, 1.0)  # Between two tries, so that statements that wait behind the migration can run.
 _OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
-# If another run has the lock for longer, it is reported.
+# Report another run that has the lock for longer.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
 _WAIT = "SET LOCAL lock_timeout = 0"
-# The down migration reads which messages it may delete.
+# The downgrade reads in this setting which messages it may delete.
 _DELETE_ALL = "SET LOCAL pgoutbox.delete_messages = 'all'"
 _DELETE_DELIVERED = "SET LOCAL pgoutbox.delete_messages = 'delivered'"
 
-# Like Alembic's table. Only its owner may lock it, but any login of the database could take an advisory lock.
+# The table that Alembic would create. A run locks it, because any login of the database could take an advisory lock.
 _CREATE_VERSION_TABLE = """
 CREATE TABLE pgoutbox.alembic_version (
     version_num varchar(32) NOT NULL,
@@ -298,7 +298,7 @@ def note_revision(number: int, *, lowest_package: str) -> str:
     statement = text(_NOTE_REVISION).bindparams(
         number=number, lowest_package=lowest_package, applied_by=PACKAGE_VERSION, digest=digest_of(number)
     )
-    # With its values, for the script of `--sql` too.
+    # The script of `--sql` needs the values in the statement.
     dialect = postgresql.dialect()  # type: ignore[no-untyped-call]
     return str(statement.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 
@@ -375,7 +375,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     from sqlalchemy.pool import NullPool
 
     def connect() -> psycopg.Connection[tuple[object, ...]]:
-        # A migration of large tables takes long, so only keepalives detect a lost server.
+        # A migration of large tables takes long, so it has no timeout. Keepalives detect a lost server.
         return connections.connect(
             dsn,
             purpose="migrate",
@@ -386,7 +386,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     engine = create_engine("postgresql+psycopg://", creator=connect, poolclass=NullPool)
     try:
         with engine.begin() as connection:
-            # Independent of the role's defaults: the version must be read again after waiting for another run.
+            # Whatever the role's defaults are. READ COMMITTED sees the version that another run has just committed.
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
@@ -414,7 +414,7 @@ def _lock_out_other_migrations(connection: Connection, report: Callable[[str], N
     report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
     connection.exec_driver_sql(_WAIT)
     while not _has_version_table_locked(connection, creates=creates):
-        pass  # Repeated when another run has just created or dropped the table, and has ended.
+        pass  # Another run has just created or dropped the table, and has ended.
 
 
 def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The state that the pages of one application share: database, redacted names, bulk actions, cached numbers."""
+"""The data that all pages of a dashboard share: database, redacted names, bulk actions and cached counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pgoutbox.text import Count
 _FRESH_SECONDS: Final = 1.0
 _FRESH_TOTALS_SECONDS: Final = 5.0
 _WAIT_FOR_TOTALS_SECONDS: Final = 1.0
-# Those that have findings about one queue or topic.
+# The checks of the doctor that have findings about one queue or topic.
 _CHECKS_ABOUT: Final = {"queue": ("due", "undelivered"), "topic": ("due", "failed")}
 
 _FACETS: Final = 8

@@ -1,4 +1,7 @@
-"""The run of a rehearsal: two releases, their processes, and the comparison of the ledger with the database."""
+"""Run a rehearsal: start the processes of two releases, and compare their ledger with the database.
+
+The ledger is a file. Producers note their transactions in it, and handlers the messages that they hand over.
+"""
 
 from __future__ import annotations
 

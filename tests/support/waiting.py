@@ -1,4 +1,4 @@
-"""Polling for the effect of a worker, process or session, which sets no event here."""
+"""Wait until a worker, a process or another session has done something, by asking again and again."""
 
 from __future__ import annotations
 
