@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import TYPE_CHECKING, Final
 
@@ -224,6 +225,37 @@ def test_a_later_revision_that_needs_less_lets_no_older_package_in_again(
     db.execute(LATER)
     db.execute("SELECT pgoutbox._note_revision(3, '0.1', '99.2', 'y')")
     expect_end(start_worker(APPLICATION))
+    assert db.execute("SELECT pgoutbox._require_package('99.1')").fetchone() == (3,)
+
+
+@pytest.mark.parametrize(
+    ("lowest", "package", "is_refused"),
+    [
+        ("0.10", "0.9.9", True),
+        ("0.9", "0.10", False),
+        ("0.2.1", "0.2", True),
+        ("0.2", "0.2.0", False),
+        ("1.0", "1.0rc1", False),
+    ],
+)
+def test_versions_are_compared_number_by_number(
+    db: psycopg.Connection, lowest: str, package: str, is_refused: bool
+) -> None:
+    db.execute("SELECT pgoutbox._note_revision(2, %s, '99.1', 'x')", [lowest])
+    with (
+        pytest.raises(psycopg.Error, match=f"needs version {lowest} of the package or a later one, and this is")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        db.execute("SELECT pgoutbox._require_package(%s)", [package])
+
+
+def test_a_run_that_has_ended_holds_up_no_revision(db: psycopg.Connection, start_worker: StartWorker) -> None:
+    worker = start_worker(APPLICATION, "--once")
+    assert worker.wait() == 0, worker.log
+    assert db.execute("SELECT ended_at IS NOT NULL FROM pgoutbox.worker_view").fetchall() == [(True,)]
+    db.execute(NOTE)
+    assert db.execute("SELECT max(number) FROM pgoutbox.revision").fetchone() == (2,)
 
 
 def test_a_revision_that_is_applied_again_counts_with_its_last_row(
