@@ -38,50 +38,55 @@ class LeaseThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._stopping = asyncio.Event()
+        self._ends: dict[asyncio.Task[None], Callable[[BaseException | None], None]] = {}
 
     def run(
         self, work: Callable[[], Coroutine[object, object, None]], end: Callable[[BaseException | None], None]
     ) -> None:
-        """Do this work in the thread. Call `end` there when it has ended, with its error if there is one."""
-        if self._thread is None:
-            started = threading.Event()
-            self._thread = threading.Thread(target=self._serve, args=(started,), name="pgoutbox-lease", daemon=True)
-            self._thread.start()
-            started.wait()
-
-        async def do() -> None:
-            error: BaseException | None = None
+        """Do this work in the thread. Call `end` when it has ended, with the error if there is one."""
+        if self._loop is None:
             try:
-                await work()
-            except BaseException as cause:  # noqa: BLE001 - the run raises it
-                error = cause
-            end(error)
+                self._loop = asyncio.new_event_loop()
+            except OSError as error:
+                end(error)
+                return
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="pgoutbox-lease", daemon=True)
+            self._thread.start()
 
         def begin() -> None:
-            task = asyncio.ensure_future(do())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task = asyncio.get_running_loop().create_task(work())
+            self._ends[task] = end
+            task.add_done_callback(self._note_end)
 
         self.call(begin)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call this in the thread."""
+        """Call this in the thread, unless it has ended."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # It has ended.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
         """End the thread, in which no work is left."""
-        if self._loop is not None and self._thread is not None:
-            self.call(self._loop.stop)
+        self.call(self._stopping.set)
+        if self._thread is not None:
             self._thread.join()
 
-    def _serve(self, started: threading.Event) -> None:
-        with asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            self._loop.call_soon(started.set)
-            self._loop.run_forever()
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._ends.pop(task)(task.exception())
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        async def serve() -> None:
+            await self._stopping.wait()
+
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(serve())
+        except BaseException as error:  # noqa: BLE001 - the runs raise it
+            for end in self._ends.values():
+                end(error)
 
 
 class LeaseKeeper:
