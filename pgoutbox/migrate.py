@@ -119,19 +119,18 @@ def upgrade(
     that exists is changed by `pgoutbox adopt`, because its workers may have no name yet.
 
     `dsn` is any libpq connection string or URL. If another migration of this database is running, it reports that
-    through `report` and waits. It waits at most `lock_timeout_seconds` for any other lock, because the application
-    waits behind it. Then it begins again, without any change, for `patience_seconds`, and in the end raises
+    through `report` and waits for its end. It waits at most `lock_timeout_seconds` for any other lock, because the
+    application waits behind it. Then it begins again, without any change, for `patience_seconds`, and in the end raises
     `SchemaError`.
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
     tell = report or _log.info
 
-    def run() -> None:
-        with _migration(dsn, tell, lock_timeout_seconds, creates=True) as connection:
-            _upgrade(connection, revision, tell, deployment)
+    def run(connection: Connection) -> None:
+        _upgrade(connection, revision, tell, deployment)
 
-    _patiently(run, patience_seconds, tell)
+    _patiently(dsn, run, tell, lock_timeout_seconds, patience_seconds, creates=True)
 
 
 def _upgrade(connection: Connection, revision: str, report: Callable[[str], None], deployment: str | None) -> None:
@@ -166,14 +165,13 @@ def grants(
     that is not migrated. It waits and gives up like `upgrade`.
     """
 
-    def run() -> list[str]:
-        with _migration(dsn, _log.info, lock_timeout_seconds) as connection:
-            missing = _set_up_roles(connection)
-            if missing is None:
-                raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
-            return missing
+    def run(connection: Connection) -> list[str]:
+        missing = _set_up_roles(connection)
+        if missing is None:
+            raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
+        return missing
 
-    return _patiently(run, patience_seconds, _log.info)
+    return _patiently(dsn, run, _log.info, lock_timeout_seconds, patience_seconds)
 
 
 def create_roles_sql(missing: Collection[str]) -> str:
@@ -197,18 +195,17 @@ def downgrade(
     """
     tell = report or _log.info
 
-    def run() -> None:
-        with _migration(dsn, tell, lock_timeout_seconds) as connection:
-            if _revision_of(connection) is None:
-                return
-            _require_same_files(connection)
-            connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
-            _run_alembic("downgrade", _config(connection), revision)
-            if _revision_of(connection) is None:
-                connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
-                _drop_schema_if_empty(connection)
+    def run(connection: Connection) -> None:
+        if _revision_of(connection) is None:
+            return
+        _require_same_files(connection)
+        connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
+        _run_alembic("downgrade", _config(connection), revision)
+        if _revision_of(connection) is None:
+            connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
+            _drop_schema_if_empty(connection)
 
-    _patiently(run, patience_seconds, tell)
+    _patiently(dsn, run, tell, lock_timeout_seconds, patience_seconds)
 
 
 def count_rows(dsn: str) -> dict[str, int]:
@@ -339,24 +336,41 @@ def include_name(name: str | None, type_: str, parent_names: object) -> bool:  #
     return not (type_ == "schema" and name == SCHEMA)
 
 
-def _patiently(run: Callable[[], T], seconds: float, report: Callable[[str], None]) -> T:
-    """Run a migration again while another transaction has a lock that it needs, for so long."""
-    until, is_reported = time.monotonic() + seconds, False
+def _patiently(
+    dsn: str,
+    run: Callable[[Connection], T],
+    report: Callable[[str], None],
+    lock_timeout_seconds: float,
+    patience_seconds: float,
+    *,
+    creates: bool = False,
+) -> T:
+    """Run a migration again while another transaction has a lock that it needs, for so long.
+
+    The time in which another migration runs does not count.
+    """
+    left, is_reported = patience_seconds, False
     while True:
+        began_at = time.monotonic()
         try:
-            return run()
+            with _migration(dsn, report, lock_timeout_seconds, creates=creates) as connection:
+                began_at = time.monotonic()
+                return run(connection)
         except _LockedError:
-            if time.monotonic() >= until:
+            left -= time.monotonic() - began_at
+            if left <= 0:
                 raise
             if not is_reported:
                 report("another transaction has a lock that the migration needs; trying again and again")
                 is_reported = True
-            time.sleep(random.uniform(*_PAUSE_SECONDS))
+            pause = random.uniform(*_PAUSE_SECONDS)
+            left -= pause
+            time.sleep(pause)
 
 
 @contextlib.contextmanager
 def _migration(
-    dsn: str, report: Callable[[str], None], lock_timeout_seconds: float, *, creates: bool = False
+    dsn: str, report: Callable[[str], None], lock_timeout_seconds: float, *, creates: bool
 ) -> Iterator[Connection]:
     """Open the transaction of a run, with the lock that excludes other runs until its end."""
     with _transaction(dsn) as connection:

@@ -288,6 +288,29 @@ class TestAlone:
             upgrade.result(timeout=60)
         assert migrate.current(dsn) == newest
 
+    def test_the_wait_for_another_migration_uses_up_no_patience(self, dsn: str) -> None:
+        patience = 2.0
+        reports: queue.Queue[str] = queue.Queue()
+        with (
+            psycopg.connect(dsn) as gate,
+            psycopg.connect(dsn) as reader,
+            psycopg.connect(dsn, autocommit=True) as observer,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            gate.execute(migrate._LOCK_VERSION_TABLE.encode())
+            reader.execute("LOCK TABLE pgoutbox.home IN SHARE MODE")
+            downgrade = threads.submit(
+                migrate.downgrade, dsn, "base", report=reports.put, lock_timeout_seconds=0.05, patience_seconds=patience
+            )
+            assert "another migration is running" in reports.get(timeout=60)
+            waits = "SELECT FROM pg_locks WHERE waitstart < clock_timestamp() - make_interval(secs => %s)"
+            wait_until(lambda: observer.execute(waits, [patience]).rowcount, lambda: "it does not wait")
+            gate.rollback()
+            assert "has a lock that the migration needs" in reports.get(timeout=60)
+            reader.rollback()
+            downgrade.result(timeout=60)
+        assert migrate.current(dsn) is None
+
     def test_an_unknown_revision_is_named(self, dsn: str) -> None:
         with psycopg.connect(dsn) as connection:
             connection.execute("UPDATE pgoutbox.alembic_version SET version_num = 'pgoutbox_9999'")
