@@ -8,7 +8,6 @@ needs only `include_name` of this module. The DDL is in `migrations/sql`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import logging
 import random
@@ -16,7 +15,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg.errors import (
@@ -29,7 +28,8 @@ from psycopg.errors import (
     UniqueViolation,
 )
 
-from pgoutbox.database import connections, sql
+from pgoutbox.database import connections, revisions
+from pgoutbox.database.revisions import digest_of, find_mismatch, has_table, name_of, named_in, number_of
 from pgoutbox.database.server import PACKAGE_VERSION
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.observability.events import LogEvent
@@ -49,7 +49,6 @@ VERSION_TABLE = "alembic_version"
 DEFAULT_LOCK_TIMEOUT_SECONDS = 0.9
 DEFAULT_PATIENCE_SECONDS = 30.0
 
-_MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
 _PAUSE_SECONDS = (0.2, 1.0)  # Between two tries, so that statements that wait behind the migration can run.
 _OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
@@ -94,10 +93,14 @@ class _LockedError(SchemaError):
 
 
 class SchemaState(NamedTuple):
-    """The revision of a database, and the Alembic history that migrated it; None and None without the schema."""
+    """The revision of a database, and the Alembic history that migrated it; None and None without the schema.
+
+    `fault` is a reason to correct something by hand before the next migration, with the next step.
+    """
 
     revision: str | None
     history: History | None
+    fault: str | None = None
 
 
 # Alembic keeps the current migration in module-level state, so only one may run at a time in a process.
@@ -134,13 +137,7 @@ def upgrade(
 
 
 def _upgrade(connection: Connection, revision: str, report: Callable[[str], None], deployment: str | None) -> None:
-    is_new = _revision_of(connection) is None
-    if is_new and _has_tables(connection):
-        raise SchemaError(
-            f"the tables in schema {SCHEMA} belong to another Alembic history; "
-            "run `alembic upgrade heads` in the application that created them"
-        )
-    _require_same_files(connection)
+    is_new = _require_own_history(connection) is None
     _run_alembic("upgrade", _config(connection), revision)
     if is_new and deployment is not None:
         connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
@@ -196,9 +193,8 @@ def downgrade(
     tell = report or _log.info
 
     def run(connection: Connection) -> None:
-        if _revision_of(connection) is None:
+        if _require_own_history(connection) is None:
             return
-        _require_same_files(connection)
         connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
@@ -211,7 +207,7 @@ def downgrade(
 def count_rows(dsn: str) -> dict[str, int]:
     """Return the number of messages in each state, and of rows of the `audit`: all that "base" would delete."""
     with _transaction(dsn) as connection:
-        if not _has_tables(connection):
+        if not has_table(_driver_of(connection), "message"):
             return {}
         rows = connection.exec_driver_sql(
             "SELECT m.state, count(*) FROM pgoutbox.message AS m GROUP BY m.state"
@@ -228,13 +224,15 @@ def current(dsn: str) -> str | None:
 def state(dsn: str) -> SchemaState:
     """Return the revision of the database, and whether pgoutbox or the application's own history migrated it."""
     with _transaction(dsn) as connection:
+        driver = _driver_of(connection)
+        mismatch = find_mismatch(driver)
+        fault = None if mismatch is None else f"{mismatch.what}; {mismatch.fix}"
         if (revision := _revision_of(connection)) is not None:
-            return SchemaState(revision, "pgoutbox")
-        if not _has_tables(connection):
-            return SchemaState(None, None)
+            return SchemaState(revision, "pgoutbox", fault)
+        if not has_table(driver, "message"):
+            return SchemaState(None, None, fault)
         # The version table of an application does not name this revision if one of its own depends on it.
-        numbers = [number for number, _, _ in _applied(connection)]
-        return SchemaState(f"pgoutbox_{max(numbers, default=0):04}", "application")
+        return SchemaState(name_of(revisions.newest_in(driver)), "application", fault)
 
 
 def deployment_of(dsn: str) -> str | None:
@@ -268,20 +266,6 @@ def upgrade_statements(revision: str) -> list[str]:
     return _script_of(revision).statements
 
 
-def differs(number: int, digest: str) -> bool:
-    """Return whether this package has other files for a revision than those with this digest."""
-    return digest_of(number) not in (None, digest)
-
-
-def digest_of(number: int) -> str | None:
-    """Return the digest of the SQL files of a revision in this package, None if it does not have the revision."""
-    folder = _MIGRATIONS / ("sql" if number == 1 else f"sql_{number:04}")
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.sql")):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.read_text(encoding='utf-8')}\0".encode())
-    return digest.hexdigest() if folder.is_dir() else None
-
-
 def note_revision(number: int, *, lowest_package: str) -> str:
     """Return the last statement of a revision: it records that it is applied, and the packages that it works with.
 
@@ -306,7 +290,7 @@ def version_location() -> str:
     Its detour keeps Alembic from writing a revision of the host into this package: it writes only into a directory that
     is listed literally.
     """
-    return str(_MIGRATIONS.resolve() / "sql" / ".." / "versions")
+    return str(revisions.MIGRATIONS.resolve() / "sql" / ".." / "versions")
 
 
 def check_revisions() -> None:
@@ -405,15 +389,16 @@ def _transaction(dsn: str) -> Iterator[Connection]:
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
             yield connection
-    except DBAPIError as error:
-        if isinstance(error.orig, LockNotAvailable):
+    except (DBAPIError, psycopg.Error) as error:
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        if isinstance(cause, LockNotAvailable):
             raise _LockedError(
                 "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
                 "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
             ) from error
-        if isinstance(error.orig, ObjectInUse):
-            raise SchemaError(f"{error.orig.diag.message_primary}. {error.orig.diag.message_hint}") from error
-        raise error.orig or error from None
+        if isinstance(cause, ObjectInUse):
+            raise SchemaError(f"{cause.diag.message_primary}. {cause.diag.message_hint}") from error
+        raise cause or error from None
     finally:
         engine.dispose()
 
@@ -443,8 +428,8 @@ def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
             # CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
             if creates and connection.exec_driver_sql("SELECT to_regnamespace('pgoutbox')").scalar() is None:
                 connection.exec_driver_sql("CREATE SCHEMA pgoutbox")
-            has_versions = _has_table(connection, VERSION_TABLE)
-            if creates and not has_versions and not _has_tables(connection):
+            has_versions = has_table(_driver_of(connection), VERSION_TABLE)
+            if creates and not has_versions and not has_table(_driver_of(connection), "message"):
                 connection.exec_driver_sql(_CREATE_VERSION_TABLE)
             elif has_versions:
                 connection.exec_driver_sql(_LOCK_VERSION_TABLE)
@@ -468,26 +453,29 @@ def _revision_of(connection: Connection) -> str | None:
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
 
-def _applied(connection: Connection) -> list[tuple[int, str, str]]:
-    """Return the number, digest and package of each applied revision. A schema of an unreleased version has none."""
-    if not _has_table(connection, "revision"):
-        return []
-    return [(number, digest, package) for number, digest, package in connection.exec_driver_sql(sql.APPLIED_REVISIONS)]
-
-
-def _require_same_files(connection: Connection) -> None:
-    """Raise `SchemaError` if this package has other files for a revision that is applied, so that objects differ."""
-    applied = _applied(connection)
-    differing = [(number, package) for number, digest, package in applied if differs(number, digest)]
-    if not applied and _has_tables(connection):
-        differing = [(1, "an unreleased version")]
-    for number, package in differing:
+def _require_own_history(connection: Connection) -> str | None:
+    """Return the revision of the schema, None without one. Raise `SchemaError` if this package cannot migrate it."""
+    driver, revision = _driver_of(connection), _revision_of(connection)
+    if mismatch := find_mismatch(driver):
+        raise SchemaError(f"{mismatch.what}; nothing was changed. To fix it, {mismatch.fix}")
+    if revision is None and has_table(driver, "message"):
+        tables = "".join(f" ({named.table})" for named in named_in(driver))
+        own = "" if tables else f". If `pgoutbox migrate` did, {revisions.record_fix(revisions.newest_in(driver))}"
         raise SchemaError(
-            f"revision pgoutbox_{number:04} of this database was applied by pgoutbox {package} from other files than "
-            f"those of this package ({PACKAGE_VERSION}); nothing was changed. Install the package that applied it. "
-            "Only unreleased versions differ: if no message matters, delete them all by DROP SCHEMA pgoutbox CASCADE, "
-            "and run `pgoutbox migrate` again"
+            f"the tables in schema {SCHEMA} belong to another Alembic history{tables}; run `alembic upgrade heads` in "
+            f"the application that created them{own}"
         )
+    if revision is not None and (number := number_of(revision)) and digest_of(number) is None:
+        raise SchemaError(
+            f"the schema {SCHEMA} is at {revision}, and this version of the package ({PACKAGE_VERSION}) ends at "
+            f"{head()}; nothing was changed. Install the version that migrated it: pip install -U pgoutbox"
+        )
+    return revision
+
+
+def _driver_of(connection: Connection) -> psycopg.Connection[object]:
+    """Return the driver's connection, in the same transaction."""
+    return cast("psycopg.Connection[object]", connection.connection.driver_connection)
 
 
 def _set_up_roles(connection: Connection) -> list[str] | None:
@@ -495,15 +483,6 @@ def _set_up_roles(connection: Connection) -> list[str] | None:
     if connection.exec_driver_sql("SELECT to_regprocedure('pgoutbox.set_up_roles()')").scalar() is None:
         return None
     return list(connection.exec_driver_sql("SELECT pgoutbox.set_up_roles()").scalar() or ())
-
-
-def _has_tables(connection: Connection) -> bool:
-    return _has_table(connection, "message")
-
-
-def _has_table(connection: Connection, name: str) -> bool:
-    query = "SELECT to_regclass('pgoutbox.' || %(name)s) IS NOT NULL"
-    return bool(connection.exec_driver_sql(query, {"name": name}).scalar())
 
 
 def _drop_schema_if_empty(connection: Connection) -> None:
@@ -555,7 +534,7 @@ def _config(connection: Connection | None = None, *, output: io.StringIO | None 
 
     check_revisions()
     config = Config(output_buffer=output) if output else Config()
-    config.set_main_option("script_location", str(_MIGRATIONS.resolve()).replace("%", "%%"))
+    config.set_main_option("script_location", str(revisions.MIGRATIONS.resolve()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     return config

@@ -13,6 +13,7 @@ import psycopg
 
 from pgoutbox import migrate
 from pgoutbox.database import connections
+from pgoutbox.errors import SchemaError
 
 _COMMENT: Final = re.compile(r"--[^\n]*\n?")
 _NAME: Final = r"(?:IF EXISTS )?(?:ONLY )?(pgoutbox\.\w+)"
@@ -70,8 +71,13 @@ class PlannedStep(NamedTuple):
 
 
 def plan(dsn: str) -> list[PlannedStep]:
-    """Return the statements of `pgoutbox migrate` on relations of this database, in their order. Changes nothing."""
-    before = migrate.current(dsn)
+    """Return the statements of `pgoutbox migrate` on relations of this database, in their order. Changes nothing.
+
+    Raises `SchemaError` for a fault that no migration corrects.
+    """
+    before, _, fault = migrate.state(dsn)
+    if fault is not None:
+        raise SchemaError(fault)
     if before in (None, migrate.head()):
         return []  # A new schema has no table that anybody uses.
     steps = []

@@ -102,14 +102,17 @@ def downgrade(
 def current(options: Options) -> None:
     """Print the revision of the database, and the newest revision of this version.
 
-    The JSON names the Alembic history that migrated the database: pgoutbox or application.
+    The JSON names the Alembic history that migrated the database, pgoutbox or application, and a fault that no
+    migration corrects.
     """
     found, newest = migrations.state(options.settings.require_dsn()), migrations.head()
     notes = ["up to date" if found.revision == newest else f"newest: {newest}"]
-    if found.history == "application":
+    if found.fault is not None:
+        notes = [found.fault]
+    elif found.history == "application":
         notes.append("migrated by the application's own Alembic history: upgrade it with `alembic upgrade heads`")
     options.print(
-        {"revision": found.revision, "head": newest, "history": found.history},
+        {"revision": found.revision, "head": newest, "history": found.history, "fault": found.fault},
         f"{found.revision or 'not migrated'} ({'; '.join(notes)})",
     )
 

@@ -21,7 +21,10 @@ _TLS_REFUSAL: Final = re.compile(
 PACKAGE_VERSION: Final = version("pgoutbox")
 MINIMUM_SERVER_VERSION: Final = 150_000
 REQUIRED_SCHEMA_VERSION: Final = 1
-MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
+MIGRATE_HINT: Final = (
+    "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it; if that does "
+    "nothing, run: pgoutbox doctor)"
+)
 
 
 class CopyError(SchemaError, psycopg.OperationalError):

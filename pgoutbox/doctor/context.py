@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, LiteralString, NamedTuple, cast
+from typing import Any, Final, LiteralString, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg.rows import DictRow, dict_row
@@ -15,6 +15,8 @@ from psycopg.rows import DictRow, dict_row
 from pgoutbox.database import connections, sql
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
+
+T = TypeVar("T")
 
 STATEMENT_SECONDS: Final = 10
 MOST_QUEUES: Final = 20_000
@@ -78,9 +80,13 @@ class DoctorContext:
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """Run one statement in its own read-only transaction, and return its rows."""
-        with self.connection.transaction(), self.connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{self.statement_seconds}s"})
-            return cursor.execute(statement, parameters).fetchall()
+        return self.read(lambda connection: connection.execute(statement, parameters).fetchall())
+
+    def read(self, work: Callable[[psycopg.Connection[Any]], T]) -> T:
+        """Run `work` in a read-only transaction."""
+        with self.connection.transaction():
+            self.connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{self.statement_seconds}s"})
+            return work(self.connection)
 
     def ask_one(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> DictRow:
         """Run a statement like `ask`, and return its only row."""

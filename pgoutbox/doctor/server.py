@@ -10,6 +10,7 @@ import psycopg
 from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
+from pgoutbox.database.revisions import find_mismatch
 from pgoutbox.database.server import (
     MIGRATE_HINT,
     MINIMUM_SERVER_VERSION,
@@ -32,7 +33,6 @@ from pgoutbox.doctor.findings import (
     warning,
 )
 from pgoutbox.errors import SchemaError
-from pgoutbox.migrate import differs
 from pgoutbox.text import one_line, pluralize
 from pgoutbox.transports.registry import is_configured
 
@@ -77,9 +77,9 @@ def check_schema(context: DoctorContext) -> Iterator[Finding]:
     """Check that the tables exist and are not older than this package."""
     facts = context.ask_one(sql.EXAMINED_SERVER)
     if not facts["has_schema"] or not facts["has_version"]:
-        yield problem(
-            "schema-missing", "the database has no schema pgoutbox", "messages cannot be enqueued", MIGRATE_HINT
-        )
+        missing = ("schema-missing", "the database has no schema pgoutbox", MIGRATE_HINT)
+        code, what, fix = context.read(find_mismatch) or missing
+        yield problem(code, what, "messages cannot be enqueued", fix)
         return
     if not facts["may_use_schema"]:
         yield problem(
@@ -101,25 +101,17 @@ def check_schema(context: DoctorContext) -> Iterator[Finding]:
     except SchemaError as error:
         yield problem("schema-version-differs", str(error), "workers and commands refuse it", MIGRATE_HINT)
         return
-    if missing := [f"pgoutbox.{row['name']}" for row in context.ask(sql.MISSING_RELATIONS)]:
+    if relations := [f"pgoutbox.{row['name']}" for row in context.ask(sql.MISSING_RELATIONS)]:
         yield problem(
             "relation-missing",
-            f"{join_names(missing, most=30)}: missing",
+            f"{join_names(relations, most=30)}: missing",
             "every statement that uses it fails, and `pgoutbox migrate` does not recreate it",
             "restore it from a backup; or, if no message is pending, run: "
             "pgoutbox migrate downgrade base; pgoutbox migrate",
         )
-    elif differing := [
-        f"pgoutbox_{row['number']:04} by pgoutbox {row['applied_by']}"
-        for row in context.ask(sql.APPLIED_REVISIONS)
-        if differs(row["number"], row["digest"])
-    ]:
-        yield problem(
-            "revision-differs",
-            f"{join_names(differing)}: applied from other files than those of this package ({PACKAGE_VERSION})",
-            "statements may expect other columns or functions",
-            "install the package that applied it",
-        )
+    elif mismatch := context.read(find_mismatch):
+        code, what, fix = mismatch
+        yield problem(code, what, "no migration works until this is fixed", fix)
     else:
         yield ok("schema-in-order", f"the schema has version {version}")
 

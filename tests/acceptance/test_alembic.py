@@ -218,7 +218,7 @@ def test_replicas_that_upgrade_an_existing_project_at_once_all_succeed(
     project.add_pgoutbox()
     assert project.upgrade_in_three_processes() == []
     assert project.tables() == {"member", "message"}
-    assert migrate.state(empty_dsn) == (migrate.head(), "application")
+    assert migrate.state(empty_dsn) == (migrate.head(), "application", None)
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
@@ -260,7 +260,7 @@ def test_a_new_project_creates_its_first_revision(tmp_path: Path, empty_dsn: str
         project.run(line)
     assert project.tables() == {"member", "place", "message"}
     assert sorted(path.stem.partition("_")[2] for path in project.revisions) == ["add_places", "first"]
-    assert migrate.state(empty_dsn) == (migrate.head(), "application")
+    assert migrate.state(empty_dsn) == (migrate.head(), "application", None)
 
 
 @pytest.mark.filterwarnings("ignore:The version_path_separator:DeprecationWarning")

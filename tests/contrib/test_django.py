@@ -50,7 +50,10 @@ async def test_migrate_brings_the_schema_and_the_commands_know_the_project(new_p
 async def test_a_schema_of_a_newer_package_stops_migrate_and_check_names_it(project: Project) -> None:
     with psycopg.connect(project.dsn) as connection:
         connection.execute("UPDATE pgoutbox.alembic_version SET version_num = 'pgoutbox_9999'")
-    assert "pgoutbox_9999" in await project.manage("migrate", code=1)
+        connection.execute("INSERT INTO pgoutbox.revision SELECT now(), 9999, '0.1', '99.1', 'x'")
+    assert "the schema pgoutbox is at pgoutbox_9999, and this version of the package" in await project.manage(
+        "migrate", code=1
+    )
     assert "pgoutbox.schema-outdated" in await project.manage("check", "--database", "default")
 
 

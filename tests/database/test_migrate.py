@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,8 +22,9 @@ from psycopg import sql as composable
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError, SchemaError
+from tests.support.catalog import catalog
 from tests.support.partitions import drop_partitions
-from tests.support.revisions import FIRST, add_revision
+from tests.support.revisions import FIRST, add_revision, copy_revisions
 from tests.support.roles import login, with_another_name
 from tests.support.waiting import wait_until
 
@@ -33,43 +33,6 @@ if TYPE_CHECKING:
     from typing import LiteralString
 
 pytestmark = pytest.mark.slow
-
-CATALOG = """
-    SELECT 'column' AS kind,
-           format('%s.%s', c.relname, a.attname) AS name,
-           concat_ws(' ', format_type(a.atttypid, a.atttypmod), a.attnotnull, pg_get_expr(d.adbin, d.adrelid)) AS what
-    FROM pg_class AS c
-    JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-    LEFT JOIN pg_attrdef AS d ON d.adrelid = c.oid AND d.adnum = a.attnum
-    WHERE c.relnamespace = to_regnamespace('pgoutbox')
-    UNION ALL
-    SELECT 'relation',
-           c.relname,
-           concat_ws(' ', c.relkind, c.relacl, c.reloptions, pg_get_partkeydef(c.oid),
-                     pg_get_expr(c.relpartbound, c.oid), pg_get_indexdef(c.oid))
-    FROM pg_class AS c
-    WHERE c.relnamespace = to_regnamespace('pgoutbox')
-    UNION ALL
-    SELECT 'constraint', format('%s.%s', k.conrelid::regclass, k.conname), pg_get_constraintdef(k.oid)
-    FROM pg_constraint AS k
-    WHERE k.connamespace = to_regnamespace('pgoutbox')
-    UNION ALL
-    SELECT 'function', p.oid::regprocedure::text, concat_ws(' ', pg_get_functiondef(p.oid), p.proacl)
-    FROM pg_proc AS p
-    WHERE p.pronamespace = to_regnamespace('pgoutbox')
-    UNION ALL
-    SELECT 'trigger', format('%s.%s', t.tgrelid::regclass, t.tgname), pg_get_triggerdef(t.oid)
-    FROM pg_trigger AS t
-    JOIN pg_class AS c ON c.oid = t.tgrelid
-    WHERE c.relnamespace = to_regnamespace('pgoutbox') AND NOT t.tgisinternal
-    UNION ALL
-    SELECT 'comment', concat_ws('.', c.relname, a.attname), d.description
-    FROM pg_description AS d
-    JOIN pg_class AS c ON d.classoid = 'pg_class'::regclass AND c.oid = d.objoid
-    LEFT JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = d.objsubid AND d.objsubid > 0
-    WHERE c.relnamespace = to_regnamespace('pgoutbox')
-    ORDER BY 1, 2, 3
-"""
 
 HOST_INI = """
 [alembic]
@@ -108,12 +71,6 @@ def upgrade():
 def downgrade():
     op.drop_table("customer")
 """
-
-
-def catalog(dsn: str) -> list[tuple[str, str, str]]:
-    """Return PostgreSQL's own description of everything that the revisions create."""
-    with psycopg.connect(dsn) as connection:
-        return connection.execute(CATALOG).fetchall()
 
 
 @pytest.fixture
@@ -242,7 +199,7 @@ class TestAlone:
                     f"another migration is running (process {gate.info.backend_pid}, user {gate.info.user}, "
                     "application deploy); waiting"
                 )
-                gate.execute("DROP TABLE pgoutbox.alembic_version")  # Like a downgrade to base.
+                gate.execute("DROP SCHEMA pgoutbox CASCADE")  # Like a downgrade to base.
             finally:
                 gate.commit()
             run.result()
@@ -311,11 +268,9 @@ class TestAlone:
             downgrade.result(timeout=60)
         assert migrate.current(dsn) is None
 
-    def test_an_unknown_revision_is_named(self, dsn: str) -> None:
-        with psycopg.connect(dsn) as connection:
-            connection.execute("UPDATE pgoutbox.alembic_version SET version_num = 'pgoutbox_9999'")
+    def test_an_unknown_target_is_named(self, dsn: str) -> None:
         with pytest.raises(SchemaError, match=f"pgoutbox_9999.*ends at '{migrate.head()}'"):
-            migrate.upgrade(dsn)
+            migrate.upgrade(dsn, "pgoutbox_9999")
 
     def test_an_error_of_the_driver_passes_through(self, empty_dsn: str) -> None:
         with pytest.raises(psycopg.OperationalError, match="no_such_database"):
@@ -615,13 +570,13 @@ class TestAsBranchOfTheHost:
             migrate.upgrade(empty_dsn)
 
     def test_the_state_names_the_history_of_the_application(self, host: Config, empty_dsn: str) -> None:
-        assert migrate.state(empty_dsn) == (None, None)
+        assert migrate.state(empty_dsn) == (None, None, None)
         command.upgrade(host, "heads")
-        assert migrate.state(empty_dsn) == (migrate.head(), "application")
+        assert migrate.state(empty_dsn) == (migrate.head(), "application", None)
         assert migrate.current(empty_dsn) == migrate.head()
         command.downgrade(host, "pgoutbox@base")
         migrate.upgrade(empty_dsn)
-        assert migrate.state(empty_dsn) == (migrate.head(), "pgoutbox")
+        assert migrate.state(empty_dsn) == (migrate.head(), "pgoutbox", None)
 
     @pytest.mark.parametrize("head", ["head", "pgoutbox@head"])
     def test_no_revision_of_the_host_is_written_into_the_package(self, host: Config, head: str) -> None:
@@ -634,13 +589,11 @@ class TestAsBranchOfTheHost:
     def test_a_foreign_revision_in_the_package_is_refused_with_the_way_out(
         self, host: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_dsn: str
     ) -> None:
-        copied = tmp_path / "installed"
-        shutil.copytree(migrate._MIGRATIONS, copied)
-        monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
+        copied = copy_revisions(tmp_path, monkeypatch)
         host.set_main_option("version_locations", f"{tmp_path}/versions {copied}/versions")
         command.revision(host, "shop", head="pgoutbox@head")
         refusal = (
-            r"installed/versions/\w+_shop\.py is not a revision of pgoutbox: .*"
+            r"revisions/versions/\w+_shop\.py is not a revision of pgoutbox: .*"
             r"Move it to your own versions directory, and set in it: down_revision = None"
         )
         with pytest.raises(CommandError, match=refusal):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from typing import TYPE_CHECKING, Final
 
 import psycopg
@@ -13,6 +12,7 @@ import pgoutbox
 from pgoutbox import SchemaError, migrate
 from tests.support.command_line import run_process
 from tests.support.outbox_actions import enqueue
+from tests.support.revisions import copy_revisions
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ REFUSAL: Final = (
 )
 OTHER_FILES: Final = (
     "revision pgoutbox_0001 of this database was applied by pgoutbox {} from other files than those of this package "
-    f"({pgoutbox.__version__}); nothing was changed"
+    f"({pgoutbox.__version__})"
 )
 ATTEMPTS: Final = "SELECT state, attempt_count FROM pgoutbox.message WHERE id = %s"
 
@@ -181,11 +181,9 @@ def test_a_revision_changes_nothing_while_workers_run_that_are_too_old_for_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copied = tmp_path / "revisions"
-    shutil.copytree(migrate._MIGRATIONS, copied)
+    copied = copy_revisions(tmp_path, monkeypatch)
     (copied / "versions" / "0002_contract.py").write_text(CONTRACT)
     (copied / "sql_0002").mkdir()
-    monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
     worker = started()
     names = "SELECT name FROM pgoutbox.worker_view"
     ((name,),) = db.execute(names).fetchall()
@@ -280,10 +278,10 @@ def test_a_revision_of_other_files_is_refused(dsn: str, db: psycopg.Connection, 
     db.execute("UPDATE pgoutbox.revision SET digest = 'other', applied_by = '0.0.7'")
     done = run_process(*command.split(), dsn=dsn, COLUMNS="400")
     assert (done.exit_code, done.out) == (1, "")
-    assert OTHER_FILES.format("0.0.7") in done.err
+    assert f"{OTHER_FILES.format('0.0.7')}; nothing was changed. To fix it, install the package" in done.err
     assert db.execute("SELECT count(*) FROM pgoutbox.revision").fetchone() == (1,)
     examined = run_process("doctor", dsn=dsn, COLUMNS="400")
-    assert "pgoutbox_0001 by pgoutbox 0.0.7: applied from other files" in " ".join(examined.out.split())
+    assert OTHER_FILES.format("0.0.7") in " ".join(examined.out.split())
 
 
 def test_a_schema_of_an_unreleased_version_is_refused_and_the_advice_helps(dsn: str, db: psycopg.Connection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Final
 
-from pgoutbox import migrate
+from pgoutbox.database import revisions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,9 +64,14 @@ def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch, statements: S
 
     It runs these statements, or by default those of `_NEXT`.
     """
-    copied = directory / "revisions"
-    shutil.copytree(migrate._MIGRATIONS, copied)
     text = _NEXT if statements is None else _STATEMENTS.format(statements=[*statements])
-    (copied / "versions" / "0002_next.py").write_text(text)
-    monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
+    (copy_revisions(directory, monkeypatch) / "versions" / "0002_next.py").write_text(text)
     return "pgoutbox_next"
+
+
+def copy_revisions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let `pgoutbox.migrate` work on a copy of the revisions, and return its folder."""
+    copied = directory / "revisions"
+    shutil.copytree(revisions.MIGRATIONS, copied)
+    monkeypatch.setattr(revisions, "MIGRATIONS", copied)
+    return copied

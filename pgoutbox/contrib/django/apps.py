@@ -8,11 +8,13 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.conf import settings
+from django.core.management.base import CommandError
 from django.db.models.signals import post_migrate
 from django.utils.module_loading import autodiscover_modules, import_string
 
 from pgoutbox import migrate
 from pgoutbox.contrib.django import conf
+from pgoutbox.errors import SchemaError
 
 
 class PgOutboxConfig(AppConfig):
@@ -37,11 +39,18 @@ class PgOutboxConfig(AppConfig):
 def _migrate(*, using: str, verbosity: int = 1, stdout: Any = None, **_: object) -> None:  # noqa: ANN401 - Django's
     """Bring the schema to the revision of the installed package, at the end of `manage.py migrate`.
 
-    Raises `SchemaError` for a schema that a newer package has migrated.
+    Raises `CommandError` for a schema that a newer package has migrated, one of other files, or one that does not match
+    its version table.
     """
-    if using != conf.alias() or migrate.current(conf.dsn()) == migrate.head():  # Tests send the signal often.
+    if using != conf.alias():
+        return
+    found = migrate.state(conf.dsn())
+    if found.fault is None and found.revision == migrate.head():  # Tests send the signal often.
         return
     report: Callable[[str], None] | None = (stdout.write if stdout else print) if verbosity else None
-    migrate.upgrade(conf.dsn(), report=report)
+    try:
+        migrate.upgrade(conf.dsn(), report=report)
+    except SchemaError as error:
+        raise CommandError(str(error)) from error
     if report is not None:
         report(f"pgoutbox: the schema is at {migrate.head()}")

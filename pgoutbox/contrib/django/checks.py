@@ -45,16 +45,18 @@ def check_mail(**_: object) -> list[checks.CheckMessage]:
 
 @checks.register(checks.Tags.database)
 def check_schema(databases: Sequence[str] | None = None, **_: object) -> list[checks.CheckMessage]:
-    """Report a schema that is older or newer than the package. A missing one is created by `migrate`."""
+    """Report a schema that does not match the package or its version table. A missing one is created by `migrate`."""
     if not _is_among(databases):
         return []
     try:
-        revision = migrate.current(conf.dsn())
+        found = migrate.state(conf.dsn())
     except psycopg.Error as error:
         return [checks.Warning(f"the database does not answer: {error}", id="pgoutbox.database-unreachable")]
-    if revision in (None, migrate.head()):
+    if found.fault is not None:
+        return [checks.Warning(found.fault, id="pgoutbox.schema-faulty")]
+    if found.revision in (None, migrate.head()):
         return []
-    text = f"the schema pgoutbox is at {revision}, and the package needs {migrate.head()}"
+    text = f"the schema pgoutbox is at {found.revision}, and the package needs {migrate.head()}"
     hint = "Run manage.py migrate. If the schema is newer, install the package that migrated it."
     return [checks.Warning(text, hint, id="pgoutbox.schema-outdated")]
 
