@@ -284,6 +284,45 @@ def note_revision(number: int, *, lowest_package: str) -> str:
     return str(statement.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))
 
 
+def is_applied_by_another_run(revision: str, down_revision: str | None) -> bool:
+    """Wait for another run of an application's history, and return whether it has applied this revision.
+
+    Each revision begins with it, because both runs have read the version table before. Alembic writes the version table
+    after the revision, so the row of the other run is set back. Raises Alembic's `CommandError` for a schema that the
+    version table does not name.
+    """
+    from alembic import op
+    from alembic.util import CommandError
+    from sqlalchemy import column, table
+
+    migration = op.get_context()
+    if migration.as_sql or migration.version_table_schema == SCHEMA:  # `upgrade` has a lock of its own.
+        return False
+    connection = op.get_bind()
+    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(1885826149)")
+    versions = table(migration.version_table, column("version_num"), schema=migration.version_table_schema)
+    # A later revision has replaced the name of this one.
+    named = versions.c.version_num.between(revision, name_of(9999))
+    if down_revision is not None:
+        connection.execute(versions.update().where(named).values(version_num=down_revision))
+        return number_of(revision) in _applied_numbers(connection)
+    is_applied = connection.execute(versions.delete().where(named)).rowcount > 0
+    if not is_applied and (numbers := _applied_numbers(connection)):
+        raise CommandError(
+            f"the schema {SCHEMA} exists, and {migration.version_table} does not name its revision: "
+            "`pgoutbox migrate` or a restore has created it. To continue it in this history, run: "
+            f"alembic stamp {name_of(max(numbers))}, and by psql: DROP TABLE IF EXISTS pgoutbox.alembic_version"
+        )
+    return is_applied
+
+
+def _applied_numbers(connection: Connection) -> set[int]:
+    """Return the numbers of the applied revisions, by any driver of the application."""
+    if connection.exec_driver_sql("SELECT to_regclass('pgoutbox.revision')").scalar() is None:
+        return set()
+    return {number for (number,) in connection.exec_driver_sql("SELECT r.number FROM pgoutbox.revision AS r")}
+
+
 def version_location() -> str:
     """Return the absolute path of the revisions, for a host that cannot use `pgoutbox:migrations/sql/../versions`.
 

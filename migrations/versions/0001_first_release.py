@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from alembic import context, op
 from alembic.util import CommandError
-from sqlalchemy import DDL, column, table
+from sqlalchemy import DDL
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.migrate import SCHEMA, check_revisions, note_revision
+from pgoutbox.migrate import check_revisions, is_applied_by_another_run, note_revision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,21 +105,8 @@ def run(statement: str) -> None:
     op.execute(DDL(statement.replace("%", "%%")))
 
 
-def is_applied_by_another_run() -> bool:
-    """Wait for another run of an application's history; return whether it has applied this revision.
-
-    Both runs have read the version table before. Its row is deleted, because Alembic inserts it after this step.
-    """
-    migration = op.get_context()
-    if migration.as_sql or migration.version_table_schema == SCHEMA:  # `pgoutbox.migrate` has a lock of its own.
-        return False
-    run("SELECT pg_advisory_xact_lock(1885826149)")
-    versions = table(migration.version_table, column("version_num"), schema=migration.version_table_schema)
-    return op.get_bind().execute(versions.delete().where(versions.c.version_num == revision)).rowcount > 0
-
-
 def upgrade() -> None:
-    if is_applied_by_another_run():
+    if is_applied_by_another_run(revision, down_revision):
         return
     # Functions call each other, whatever the order of their names. SET LOCAL has no effect on an AUTOCOMMIT engine.
     run("SET check_function_bodies = off")

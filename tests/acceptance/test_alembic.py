@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import alembic.config
@@ -17,6 +19,9 @@ from alembic.script import ScriptDirectory
 from pgoutbox import migrate
 from pgoutbox.message import State
 from pgoutbox.testing import sqlalchemy_url
+from tests.support.catalog import catalog
+from tests.support.command_line import run_process
+from tests.support.dump import dump_of, run_script
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue
 from tests.support.pages import DOCS, blocks_of
@@ -24,7 +29,6 @@ from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
-    from pathlib import Path
 
     from tests.conftest import Server
 
@@ -36,8 +40,35 @@ PAGE: Final = DOCS / "how-to/migrations.md"
 BEFORE, NOW = zip(*re.findall(r"^\| `(alembic .*)` \| `(alembic .*)` \|$", PAGE.read_text(), re.MULTILINE), strict=True)
 (REMOVAL,) = re.findall(r"`(alembic -x .*)`", PAGE.read_text())
 (LOCK,) = re.findall(r"^ *(connection\.exec_driver_sql.*)$", PAGE.read_text(), re.MULTILINE)
+(EXCLUSION,) = re.findall(r"^context\.configure\((include_schemas=True, .*)\)$", PAGE.read_text(), re.MULTILINE)
 (DEPENDENCY,) = re.findall(r"`depends_on = (.*)`", PAGE.read_text())
 MODELS: Final = "from sqlalchemy import Column, MetaData, Table, Text\n\nmetadata = MetaData()\n"
+
+# A revision of a later release of pgoutbox.
+LATER: Final = """
+from pathlib import Path
+
+from alembic import op
+
+from pgoutbox.database import revisions
+from pgoutbox.migrate import FORGET_REVISION, is_applied_by_another_run, note_revision
+
+revision = "pgoutbox_0002"
+down_revision = "pgoutbox_0001"
+revisions.MIGRATIONS = Path(__file__).resolve().parents[1]
+
+
+def upgrade():
+    if is_applied_by_another_run(revision, down_revision):
+        return
+    op.execute("CREATE TABLE pgoutbox.later ()")
+    op.execute(note_revision(2, lowest_package="0.1"))
+
+
+def downgrade():
+    op.execute(FORGET_REVISION)
+    op.execute("DROP TABLE pgoutbox.later")
+"""
 
 # Autovacuum may wait too.
 WAITING: Final = """
@@ -98,6 +129,23 @@ class Project:
         locations, separator = INI.splitlines()[2:]
         self.edit("alembic.ini", "path_separator", f"{separator.partition(' = ')[2]}\n{locations}")
 
+    def add_later_release(self) -> None:
+        """Upgrade pgoutbox to a release with one more revision."""
+        later = self.directory / "later"
+        shutil.copytree(Path(migrate.version_location()).parent, later)
+        (later / "sql_0002").mkdir()
+        (later / "versions" / "0002_later.py").write_text(LATER)
+        locations = INI.splitlines()[2].partition(" = ")[2]
+        assert "pgoutbox:migrations" in locations
+        self.edit("alembic.ini", "version_locations", locations.replace("pgoutbox:migrations", "%(here)s/later"))
+
+    def add_to_env(self, option: str) -> None:
+        """Give an option to `context.configure` in env.py."""
+        path = self.directory / "migrations/env.py"
+        changed, count = re.subn(r"target_metadata=target_metadata\b", rf"\g<0>, {option}", path.read_text())
+        assert count == 2, "offline and online"
+        path.write_text(changed)
+
     def add_lock(self) -> None:
         """Change env.py as the page says."""
         path = self.directory / "migrations/env.py"
@@ -144,12 +192,17 @@ class Project:
 
 
 def tables_of(dsn: str) -> set[str]:
-    """Return the application's tables, and `message` for pgoutbox."""
+    """Return the application's tables, `message` for pgoutbox, and `later` for its later revision."""
     with psycopg.connect(dsn) as connection:
         rows = connection.execute(
-            "SELECT tablename FROM pg_tables WHERE schemaname = 'public' OR tablename = 'message'"
+            "SELECT tablename FROM pg_tables WHERE schemaname = 'public' OR tablename IN ('message', 'later')"
         ).fetchall()
         return {name for (name,) in rows} - {"alembic_version"}
+
+
+def version_rows(dsn: str) -> set[str]:
+    with psycopg.connect(dsn) as connection:
+        return {name for (name,) in connection.execute("SELECT version_num FROM alembic_version")}
 
 
 def test_an_existing_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str, server: Server) -> None:
@@ -172,9 +225,11 @@ def test_an_existing_project_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str, s
     project.run(upgrade)
     assert project.tables() == {"member", "place", "message"}
     project.run("alembic check")
-    with server.database() as other, psycopg.connect(server.dsn_for(other), autocommit=True) as connection:
-        connection.execute(project.run(script).encode())
+    with server.database() as other:
+        run_script(server.dsn_for(other), project.run(script))
         assert tables_of(server.dsn_for(other)) == {"member", "place", "message"}
+        assert catalog(server.dsn_for(other)) == catalog(empty_dsn)
+        assert version_rows(server.dsn_for(other)) == version_rows(empty_dsn)
 
     project.run(BEFORE[-1], refusal="the outbox would be dropped")
     assert project.tables() == {"member", "place", "message"}
@@ -273,3 +328,151 @@ def test_each_location_may_have_its_own_line(tmp_path: Path, separator: str) -> 
     (home / "alembic.ini").write_text("\n".join((*head, lines, separator)))
     scripts = ScriptDirectory.from_config(alembic.config.Config(home / "alembic.ini"))
     assert [revision.revision for revision in scripts.walk_revisions()] == ["pgoutbox_0001"]
+
+
+def test_replicas_that_upgrade_a_database_that_is_a_revision_behind_at_once_all_succeed(
+    tmp_path: Path, empty_dsn: str
+) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    project.add_later_release()
+    assert project.upgrade_in_three_processes() == []
+    assert project.tables() == {"member", "message", "later"}
+    assert migrate.state(empty_dsn).revision == "pgoutbox_0002"
+
+
+def test_replicas_that_upgrade_two_revisions_of_pgoutbox_at_once_all_succeed(tmp_path: Path, empty_dsn: str) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.run("alembic upgrade heads")
+    project.add_pgoutbox()
+    project.add_later_release()
+    assert project.upgrade_in_three_processes() == []
+    assert project.tables() == {"member", "message", "later"}
+    assert "pgoutbox_0002" in version_rows(empty_dsn)
+
+
+def test_replicas_that_upgrade_both_histories_at_once_all_succeed_with_the_lock_of_the_page(
+    tmp_path: Path, empty_dsn: str
+) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    project.add_table("place")
+    project.run(commands("then")[1])
+    project.add_later_release()
+    project.add_lock()
+    assert project.upgrade_in_three_processes() == []
+    assert project.tables() == {"member", "place", "message", "later"}
+
+
+def test_one_step_back_reverts_the_branch_that_it_names(tmp_path: Path, empty_dsn: str) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    project.add_later_release()
+    project.run("alembic upgrade heads")
+    # Alembic takes the row of its table that it finds first: here that of the project.
+    project.run("alembic downgrade -1")
+    assert project.tables() == {"message", "later"}
+    project.run("alembic upgrade heads")
+    project.run("alembic downgrade pgoutbox@-1")
+    assert project.tables() == {"member", "message"}
+    assert version_rows(empty_dsn) >= {"pgoutbox_0001"}
+    project.run("alembic downgrade pgoutbox@-1", refusal="the outbox would be dropped")
+    project.run("alembic -x pgoutbox_drop=yes downgrade pgoutbox@-1")
+    assert project.tables() == {"member"}
+
+
+def test_a_project_with_two_branches_of_its_own_takes_pgoutbox_in(tmp_path: Path, empty_dsn: str) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.run('alembic revision -m "shop" --branch-label shop --head base')
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    assert len(version_rows(empty_dsn)) == 3
+    project.run("alembic downgrade shop@base")
+    project.run("alembic downgrade base", refusal="the outbox would be dropped")
+    project.run("alembic downgrade club@base")
+    assert (project.tables(), version_rows(empty_dsn)) == ({"message"}, {"pgoutbox_0001"})
+    project.run("alembic upgrade heads")
+    project.run(REMOVAL)
+    assert (project.tables(), len(version_rows(empty_dsn))) == ({"member"}, 2)
+
+
+@pytest.mark.parametrize("all_schemas", [False, True])
+def test_autogenerate_finds_nothing_of_pgoutbox(tmp_path: Path, empty_dsn: str, all_schemas: bool) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.add_pgoutbox()
+    project.run("alembic upgrade heads")
+    before = set(project.revisions)
+    if all_schemas:
+        project.add_to_env("include_schemas=True")
+        project.run("alembic check", refusal="New upgrade operations detected")
+        project.add_to_env(
+            EXCLUSION.partition(", ")[2].replace(
+                "include_name=", "include_name=__import__('pgoutbox.migrate').migrate."
+            )
+        )
+    project.run("alembic check")
+    project.run(commands("then")[1])
+    (made,) = set(project.revisions) - before
+    assert "pgoutbox" not in made.read_text()
+    assert "op." not in made.read_text()
+
+
+STAMPED: Final = "public.alembic_version names revision pgoutbox_0001, but the database has no tables of pgoutbox"
+UNSTAMP: Final = "DELETE FROM public.alembic_version WHERE version_num = 'pgoutbox_0001'"
+
+
+def test_a_project_that_is_stamped_without_the_schema_reads_what_is_wrong(tmp_path: Path, empty_dsn: str) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.run("alembic upgrade heads")
+    project.add_pgoutbox()
+    project.run("alembic stamp heads")
+    project.run("alembic upgrade heads")
+    assert project.tables() == {"member"}, "Alembic believes its table"
+    refused = run_process("migrate", dsn=empty_dsn)
+    advice = f"run by psql: {UNSTAMP}; then run: alembic upgrade heads"
+    assert refused.err == f"error: {STAMPED}; nothing was changed. To fix it, {advice}\n"
+    examined = " ".join(run_process("doctor", dsn=empty_dsn, COLUMNS="2000").out.split())
+    assert STAMPED in examined
+    assert advice in examined
+    worker = run_process("worker", "--app", "tests.support.app:outbox", "--once", dsn=empty_dsn)
+    assert worker.exit_code == 1
+    assert "the database has no schema pgoutbox; run: pgoutbox migrate (or: alembic upgrade heads" in worker.err
+    assert "if that does nothing, run: pgoutbox doctor" in worker.err
+    run_script(empty_dsn, UNSTAMP)
+    project.run("alembic upgrade heads")
+    assert migrate.state(empty_dsn) == (migrate.head(), "application", None)
+
+
+@pytest.mark.parametrize("origin", ["pgoutbox migrate", "dump"])
+def test_a_project_that_meets_the_schema_without_its_row_reads_how_to_continue(
+    tmp_path: Path, empty_dsn: str, dsn: str, origin: str
+) -> None:
+    project = Project(tmp_path, empty_dsn)
+    project.run(commands("first")[0])
+    project.run("alembic upgrade heads")
+    project.add_pgoutbox()
+    if origin == "dump":
+        run_script(empty_dsn, dump_of(dsn, "--exclude-table=pgoutbox.alembic_version"))
+    else:
+        assert run_process("migrate", dsn=empty_dsn).exit_code == 0
+    project.run(
+        "alembic upgrade heads",
+        refusal="the schema pgoutbox exists, and alembic_version does not name its revision: `pgoutbox migrate` or a "
+        "restore has created it. To continue it in this history, run: alembic stamp pgoutbox_0001, and by psql: DROP "
+        "TABLE IF EXISTS pgoutbox.alembic_version",
+    )
+    project.run("alembic stamp pgoutbox_0001")
+    run_script(empty_dsn, "DROP TABLE IF EXISTS pgoutbox.alembic_version")
+    project.run("alembic upgrade heads")
+    assert migrate.state(empty_dsn) == (migrate.head(), "application", None)
+    assert len(version_rows(empty_dsn)) == 2
