@@ -289,7 +289,7 @@ def is_applied_by_another_run(revision: str, down_revision: str | None) -> bool:
 
     Each revision begins with it, because both runs have read the version table before. Alembic writes the version table
     after the revision, so the row of the other run is set back. Raises Alembic's `CommandError` for a schema that the
-    version table does not name.
+    version table does not name, or that is incomplete.
     """
     from alembic import op
     from alembic.util import CommandError
@@ -312,6 +312,11 @@ def is_applied_by_another_run(revision: str, down_revision: str | None) -> bool:
             f"the schema {SCHEMA} exists, and {migration.version_table} does not name its revision: "
             "`pgoutbox migrate` or a restore has created it. To continue it in this history, run: "
             f"alembic stamp {name_of(max(numbers))}, and by psql: DROP TABLE IF EXISTS pgoutbox.alembic_version"
+        )
+    if not is_applied and connection.exec_driver_sql("SELECT to_regtype('pgoutbox.attempt')").scalar() is not None:
+        raise CommandError(
+            "the schema pgoutbox is incomplete: an upgrade with AUTOCOMMIT ended in the middle. If no message matters, "
+            "run by psql: DROP SCHEMA pgoutbox CASCADE; then run: alembic upgrade heads"
         )
     return is_applied
 

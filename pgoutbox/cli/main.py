@@ -38,6 +38,7 @@ _NEXT_STEPS: Final = {
     "3D000": "check the database in PGOUTBOX_DSN",
     "53300": "the server has no free connections; try again",
     "55P03": "another transaction holds the lock; try again",
+    "57P01": "the server is going down, or somebody has ended the session; try again",
     "57014": "the statement took too long; try again with a narrower filter",
     "25006": "the session is read-only; check that PGOUTBOX_DSN leads to the primary",
 }
