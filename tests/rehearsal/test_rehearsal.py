@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
     from tests.conftest import Server
 
+PRODUCER = """
+import sys
+
+import psycopg
+
+from pgoutbox import Outbox
+
+with psycopg.connect(sys.argv[1]) as connection:
+    Outbox().on(connection).enqueue("mail", {})
+"""
+
 pytestmark = pytest.mark.slow
 
 
@@ -64,3 +75,22 @@ def test_the_plan_of_a_migration_names_locks_and_sizes_and_changes_nothing(empty
     assert [step["seconds"] > 0 for step in steps] == [False] * 3  # It is empty.
     assert migrate.current(empty_dsn) == "pgoutbox_0001"
     assert run(later, "--plan").splitlines()[0].split("\t")[:2] == ["relation", "lock"]
+
+
+def test_a_later_package_on_an_earlier_schema_enqueues_and_names_the_migration(empty_dsn: str, tmp_path: Path) -> None:
+    migrate.upgrade(empty_dsn)
+    later = install_later(tmp_path)
+    variables = Fleet(empty_dsn, tmp_path, 0).environment(later)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    produced = run("-c", PRODUCER, empty_dsn)
+    assert produced.returncode == 0, produced.stderr
+    for command in (("list",), ("worker", "--app", "tests.rehearsal.app:outbox", "--once")):
+        done = run("-m", "pgoutbox", *command)
+        assert done.returncode == 1
+        assert "the schema pgoutbox has version 1, this package needs 2; run: pgoutbox migrate" in done.stderr
+    assert run("-m", "pgoutbox", "migrate").returncode == 0
+    assert "\tmail\t" in run("-m", "pgoutbox", "list").stdout
