@@ -330,10 +330,11 @@ def test_each_location_may_have_its_own_line(tmp_path: Path, separator: str) -> 
     assert [revision.revision for revision in scripts.walk_revisions()] == ["pgoutbox_0001"]
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
 def test_replicas_that_upgrade_a_database_that_is_a_revision_behind_at_once_all_succeed(
-    tmp_path: Path, empty_dsn: str
+    tmp_path: Path, empty_dsn: str, driver: str
 ) -> None:
-    project = Project(tmp_path, empty_dsn)
+    project = Project(tmp_path, empty_dsn, driver)
     project.run(commands("first")[0])
     project.add_pgoutbox()
     project.run("alembic upgrade heads")

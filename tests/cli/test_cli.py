@@ -318,6 +318,7 @@ class TestMigrate:
             "revision": head,
             "head": head,
             "history": "pgoutbox",
+            "fault": None,
         }
         assert cli_anywhere("migrate", "current").out == f"{head} (up to date)\n"
         assert cli_anywhere("migrate", "downgrade", "base", "--yes", "--json").json == {
