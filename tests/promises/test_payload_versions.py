@@ -163,6 +163,13 @@ def test_a_rolling_deployment_delivers_the_messages_of_both_versions(
     assert states == {("sent", 1)}
 
 
+def until_begun(db: psycopg.Connection, message_id: int, worker: WorkerProcess) -> None:
+    """Wait until the transaction of the handler of a message has begun."""
+    query = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = %s"
+    name = f"pgoutbox attempt {message_id}/1"
+    wait_until(lambda: db.execute(query, [name]).fetchone() is not None, lambda: worker.log)
+
+
 def test_a_version_that_no_worker_knows_waits_and_is_named(
     dsn: str, db: psycopg.Connection, start_worker: StartWorker
 ) -> None:
@@ -197,7 +204,7 @@ def test_an_idle_worker_that_knows_the_version_of_the_next_message_of_a_key_is_t
     quiet: dict[str, Any] = {"poll_interval_seconds": "3600", "lease_seconds": "3600"}
     old = start_worker(OLD, environment={"GATE": str(gate)}, concurrency=concurrency, **quiet)
     first = enqueue_old(db, *keys)
-    wait_until(lambda: rows_of(db, first)[0].state == "sending", lambda: old.log)
+    until_begun(db, first, old)  # A newer message supersedes one whose handler has not begun.
     second = enqueue_new(db, *keys)
     new = start_worker(NEW, **quiet)
     wait_until(lambda: is_asleep(db, new), lambda: new.log)
