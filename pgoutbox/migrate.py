@@ -556,7 +556,8 @@ class _Script(io.StringIO):
 def _script_of(revision: str) -> _Script:
     _require_alembic()
     script = _Script()
-    _run_alembic("upgrade", _config(output=script), revision, sql=True)
+    with _alembic_state:
+        _run_alembic("upgrade", _config(output=script), revision, sql=True)
     return script
 
 

@@ -80,6 +80,12 @@ def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template_of_today: C
     return add_revision(tmp_path, monkeypatch)
 
 
+def test_scripts_are_made_in_several_threads_at_once() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        scripts = list(pool.map(lambda _: migrate.upgrade_sql(), range(24)))
+    assert set(scripts) == {migrate.upgrade_sql()}
+
+
 def tables(dsn: str) -> set[str]:
     with psycopg.connect(dsn) as connection:
         rows = connection.execute(
