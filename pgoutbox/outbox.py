@@ -44,6 +44,10 @@ class Outbox:
     are created automatically when their settings name a server, and `https` when the extra `webhook` is installed. With
     `strict` a topic that is neither defined nor handled raises `UnknownTopicError`.
 
+    `databases` is for one fleet with many databases. It is a sync function that returns the names and the DSNs of all
+    databases, such as `{"acme": "postgresql://app@db/acme"}`. It may query a table of tenants, because it is called
+    again while a worker runs. It has the rules of PGOUTBOX_DSNS, and replaces it.
+
         outbox = Outbox()
 
         @outbox.handler("mail.welcome")
@@ -54,7 +58,12 @@ class Outbox:
     """
 
     def __init__(
-        self, settings: Settings | None = None, *, transports: Sequence[Transport] = (), strict: bool = False
+        self,
+        settings: Settings | None = None,
+        *,
+        transports: Sequence[Transport] = (),
+        strict: bool = False,
+        databases: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         if settings is not None and not isinstance(settings, Settings):
             # The value is not shown: it may be a DSN with a password.
@@ -66,7 +75,11 @@ class Outbox:
             raise ConfigurationError(f"transports: must be a list of transports, not {type(transports).__name__}")
         if not isinstance(strict, bool):
             raise ConfigurationError(f"strict: must be True or False, got {strict!r}")
+        if databases is not None and (is_async(databases) or not callable(databases)):
+            # The value is not shown: it may be a mapping with DSNs.
+            raise ConfigurationError("databases: must be a sync function that returns names and DSNs")
         self._settings = settings
+        self._databases = databases
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
         self._router = Router(self._topics, self._handlers, self, strict=strict)
@@ -100,6 +113,11 @@ class Outbox:
     def transports(self) -> Mapping[str, Transport]:
         """The given transports by scheme. A worker adds those whose servers the settings name, and `https`."""
         return MappingProxyType(self._transports)
+
+    @property
+    def databases(self) -> Callable[[], Mapping[str, str]] | None:
+        """The given function that returns the names and the DSNs of all databases."""
+        return self._databases
 
     @property
     def handlers(self) -> Mapping[str, Handler]:

@@ -344,6 +344,10 @@ class Settings(_Group, BaseSettings):
     """Name of one of `dsns`: commands look at this one."""
     listen_dsn: SecretStr | None = None
     """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
+    dsns: SecretStr | None = None
+    """Databases, one in each line: a name and its DSN; or the absolute path of a file with such lines."""
+    database: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
+    """Name of one of `dsns`: commands look at this one."""
     deployment: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
     """Name of this deployment, such as `production`. After `pgoutbox adopt`, only workers with this name send from the
     database."""
@@ -372,7 +376,8 @@ class Settings(_Group, BaseSettings):
     connect_timeout_seconds: int = Field(default=10, ge=1, le=300)
     """Timeout for opening a database connection, in seconds."""
     statement_timeout_seconds: float = Field(default=20.0, ge=0.1, le=3_600)
-    """Timeout of each statement of the worker, in seconds. Handlers' statements are not affected."""
+    """Timeout of each statement of the worker, in seconds. Handlers' statements are not affected. Also the timeout of
+    each statement of a command with `--all-databases`."""
     lock_timeout_seconds: float = Field(default=1.0, ge=0.01, le=600)
     """Maximum time that a statement of the worker waits for a lock, in seconds."""
     maintenance_interval_seconds: float = Field(default=300.0, ge=0, le=86_400)
@@ -523,22 +528,28 @@ class Settings(_Group, BaseSettings):
 
     def require_dsn(self) -> str:
         """Return the DSN in plain text, or raise a `ConfigurationError` that says how to set it."""
+        if self.dsn is None and self.dsns is not None:
+            raise ConfigurationError(
+                "PGOUTBOX_DSNS has several databases: name one with --database NAME, in Python with Settings(dsn=...)"
+            )
         if self.dsn is None:
             raise ConfigurationError(
                 "no database given: set PGOUTBOX_DSN, for example "
                 "PGOUTBOX_DSN=postgresql://app@localhost/app, or pass --dsn"
             )
-        return _plain(self.dsn, "PGOUTBOX_DSN")
+        return plain_dsn(self.dsn, "PGOUTBOX_DSN")
 
     def require_listen_dsn(self) -> str:
         """Return the DSN of the listener in plain text: `listen_dsn`, or else `dsn`."""
-        return _plain(self.listen_dsn, "PGOUTBOX_LISTEN_DSN") if self.listen_dsn is not None else self.require_dsn()
+        if self.listen_dsn is None:
+            return self.require_dsn()
+        return plain_dsn(self.listen_dsn, "PGOUTBOX_LISTEN_DSN")
 
 
-def _plain(dsn: SecretStr, variable: str) -> str:
+def plain_dsn(dsn: SecretStr, place: str) -> str:
     """Return the DSN in plain text. Refuse a URL with a driver, which only SQLAlchemy understands."""
     if driver := re.match(r"postgres(?:ql)?(\+\w+)://", dsn.get_secret_value()):
-        raise ConfigurationError(f"{variable}: is a SQLAlchemy URL; remove {driver[1]} before ://")
+        raise ConfigurationError(f"{place}: is a SQLAlchemy URL; remove {driver[1]} before ://")
     return dsn.get_secret_value()
 
 
@@ -614,7 +625,9 @@ def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _nearest(name: str, kind: type[BaseModel]) -> str:
-    return difflib.get_close_matches(name.lower(), fields_of(kind), n=1, cutoff=0.0)[0]
+    # DNS is closer to DSN, with two letters in the wrong order, than to DSNS.
+    swapped = [known for known in fields_of(kind) if sorted(known) == sorted(name.lower())]
+    return (swapped or difflib.get_close_matches(name.lower(), fields_of(kind), n=1, cutoff=0.0))[0]
 
 
 def _explain(error: ValidationError) -> str:

@@ -244,7 +244,7 @@ def secrets_in(values: Iterable[tuple[str, str]]) -> frozenset[str]:
     found: set[str] = set()
     for name, value in values:
         match name.lower().rpartition("_")[2]:
-            case "dsn" | "url":
+            case "dsn" | "dsns" | "url":
                 passwords = re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", value)
                 found.update(_parts_of([*passwords, *re.findall(r"://[^:/@]*:(.+)@", value)]))
             case "urls":

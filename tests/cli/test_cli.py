@@ -1749,6 +1749,7 @@ class TestSecrets:
             "PGOUTBOX_WEB_OPERATOR_TOKENS": f"ada:{secret}",
             "PGOUTBOX_DSN": f"postgresql://app:{secret}@localhost/app",
             "PGOUTBOX_LISTEN_DSN": f"host=localhost password={secret}",
+            "PGOUTBOX_DSNS": f"# all\nacme host=localhost\nbeta postgresql://app:{secret}@localhost/app",
             "PGOUTBOX_REDIS_URL": f"redis://app:{secret}@localhost",
             "PGOUTBOX_NATS_URL": f"nats://app:{secret}@localhost",
             "PGOUTBOX_RABBITMQ_URL": f"amqp://app:{secret}@localhost",

@@ -68,6 +68,7 @@ async def test_check_names_a_database_that_does_not_answer(new_project: Project)
         ({"SMPT_HOST": "mail.example.org"}, "PGOUTBOX['SMPT_HOST']: unknown setting; did you mean 'SMTP_HOST'?"),
         ({"DATABASE": "nowhere"}, "PGOUTBOX['DATABASE']: DATABASES has no 'nowhere'"),
         ({"DSN": "postgresql:///"}, "PGOUTBOX['DSN']: name a database of DATABASES by 'DATABASE'"),
+        ({"DSNS": "a postgresql:///"}, "PGOUTBOX['DSNS']: name a database of DATABASES by 'DATABASE'"),
         ({"SMTP_PORT": "many"}, "PGOUTBOX_SMTP_PORT"),
         ({"QUEUES": ["a"]}, "PGOUTBOX['QUEUES']: unknown setting"),
         ({"REDACT": ["a"]}, "PGOUTBOX['REDACT']: must be text, a number or a boolean"),

@@ -26,6 +26,7 @@ DELIVER_WITH: Final = "DELIVER_WITH"
 # These are Django's to give.
 _REFUSED: Final = {
     "DSN": f"name a database of DATABASES by {DATABASE!r}",
+    "DSNS": f"name a database of DATABASES by {DATABASE!r}",
     "APP": "each application has a module outbox",
 }
 # Django's mail backends accept attachments of any size.
