@@ -338,10 +338,6 @@ class Settings(_Group, BaseSettings):
 
     dsn: SecretStr | None = None
     """Database to connect to: a libpq connection string or a URL."""
-    dsns: SecretStr | None = None
-    """Databases, one in each line: a name and its DSN; or the absolute path of a file with such lines."""
-    database: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
-    """Name of one of `dsns`: commands look at this one."""
     listen_dsn: SecretStr | None = None
     """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
     dsns: SecretStr | None = None

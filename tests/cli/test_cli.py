@@ -24,7 +24,7 @@ from pydantic import SecretStr
 
 from pgoutbox import migrate
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
-from pgoutbox.cli.main import explain
+from pgoutbox.cli.explain import explain
 from pgoutbox.cli.program import TASKS, app
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError

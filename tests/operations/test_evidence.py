@@ -19,7 +19,7 @@ from psycopg.errors import (
 from psycopg.types.json import Jsonb
 
 from pgoutbox import Context, Failure, Message, Outbox, Permanent, StateError, Topic
-from pgoutbox.cli.main import explain
+from pgoutbox.cli.explain import explain
 from pgoutbox.message import State
 from pgoutbox.operations import Action, ActResult, MessageFilter, Operator
 from pgoutbox.worker import Worker
