@@ -178,7 +178,7 @@ def _run(mode: str, queues: Sequence[str]) -> int:
         async def noop(message: Message[JsonValue], context: Context) -> None:
             pass
 
-    code = run_worker(outbox, settings, queues=queues, mode="run")
+    code = run_worker(outbox, settings, queues=queues, has_many=settings.dsns is not None, mode="run")
     say(started_at=started_at)
     return code
 

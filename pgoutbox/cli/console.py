@@ -79,10 +79,10 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, default=_json_value) + "\n")
 
 
-def print_documents(rows: Iterable[NamedTuple]) -> None:
-    """Write one JSON document for each row, on one line."""
-    for row in rows:
-        print_json(row._asdict())
+def print_documents(rows: Sequence[NamedTuple], *, of: Sequence[str] | None = None) -> None:
+    """Write one JSON document for each row, on one line. `of` is the name of each row's database."""
+    for number, row in enumerate(rows):
+        print_json(row._asdict() if of is None else {"database": of[number], **row._asdict()})
 
 
 def print_line(text: str) -> None:
@@ -90,8 +90,13 @@ def print_line(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on a terminal; elsewhere a line of names and a line per row, separated by tabs."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, of: Sequence[str] | None = None) -> None:
+    """Print a table on a terminal; elsewhere a line of names and a line per row, separated by tabs.
+
+    `of` is the name of each row's database, for a first column.
+    """
+    if of is not None:
+        columns, rows = ("database", *columns), [(name, *row) for name, row in zip(of, rows, strict=True)]
     if sys.stdout.isatty():
         from rich.console import Console
 

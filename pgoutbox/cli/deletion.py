@@ -14,8 +14,8 @@ import typer
 from pgoutbox.cli.arguments import duration_option, format_keep, parse_final_state, parse_keep, read_ids
 from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, print_note, print_table, progress
 from pgoutbox.cli.options import (
+    DatabaseOptions,
     DryRun,
-    Dsn,
     IdFile,
     Ids,
     InTopic,
@@ -102,7 +102,7 @@ def retention(options: Options) -> None:
     Messages without a rule are kept forever. Workers and `pgoutbox prune` apply the rules. With --json one document per
     line.
     """
-    options.context.obj = options.dsn
+    options.context.obj = options
     if options.context.invoked_subcommand is not None:
         return
     with open_operator(options.settings, read_only=True) as operator:
@@ -202,14 +202,14 @@ def erase(which: Selection, *, dry_run: DryRun = False, yes: Yes = False, option
 
 
 @command()
-def export(which: Selection, *, dsn: Dsn = None) -> None:
+def export(which: Selection, *, place: DatabaseOptions) -> None:
     """Print all data of messages as JSON, one document per line.
 
     Needs a login that may read payloads. Opens encrypted payloads with PGOUTBOX_ENCRYPTION_KEYS. Nothing is redacted.
     """
     chosen = which.arguments()
     count = 0
-    with open_operator(read_settings(dsn)) as operator:
+    with open_operator(read_settings(place.dsn, place.database)) as operator:
         for message in operator.export(**chosen):
             print_json(message)
             count += 1

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import FAILED, coloured, mask, print_json, print_note, printable, secrets_in
-from pgoutbox.cli.options import App, Dsn, Json
-from pgoutbox.cli.program import app
-from pgoutbox.settings import load_settings, secret_values
+from pgoutbox.cli.databases import load_database, load_databases, look_everywhere
+from pgoutbox.cli.explain import about_database
+from pgoutbox.cli.options import App, DatabaseOptions, Everywhere, Json, command
+from pgoutbox.doctor.findings import join_names
+from pgoutbox.settings import Settings, secret_values
 
 if TYPE_CHECKING:
     from pgoutbox.doctor import Finding
@@ -22,47 +26,99 @@ if TYPE_CHECKING:
 _COLOURS: Final = {"ok": "32", "skipped": "90", "warning": "33", "problem": "31"}
 
 
-@app.command()
+@command()
 def doctor(
     *,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 for a warning too.")] = False,
     only_problems: Annotated[
         bool, typer.Option("--problems", help="Print only problems; with --strict also warnings.")
     ] = False,
+    everywhere: Everywhere = False,
     where: App = None,
-    dsn: Dsn = None,
+    place: DatabaseOptions,
     as_json: Json = False,
 ) -> None:
     """Check the installation for faults, and suggest fixes.
 
     Changes nothing and sends nothing. Prints problems first and then warnings, with --json as one document per line.
     Exits 1 for a problem, and with --strict also for a warning; otherwise 0. Needs --app to check topics and handlers.
+    With --all-databases, a finding in several databases is printed once, with their names; with --json once for each.
     """
     from pgoutbox.doctor import Level, examine
 
-    settings = load_settings(dsn=dsn, app=where)
-    settings.require_dsn()
+    databases: dict[str, Settings] = {}
+    if everywhere:
+        databases = load_databases(place.dsn, place.database, app=where)
+        settings = next(iter(databases.values()))
+    else:
+        settings = load_database(place.dsn, place.database, app=where)
+        settings.require_dsn()
     outbox = None if settings.app is None else load_outbox(settings.app)
-    secrets = secrets_in([*secret_values(settings), ("PGPASSWORD", os.environ.get("PGPASSWORD", ""))])
+
+    def read(one: Settings) -> list[Finding]:
+        # The transports are the same for all databases.
+        return [
+            _shown(finding, one)
+            for finding in examine(one, outbox, environment=os.environ, checks_transports=one is settings)
+        ]
+
     if sys.stderr.isatty():
         print_note("checking ...")
-    found = sorted(examine(settings, outbox, environment=os.environ), key=lambda finding: finding.urgency)
-    counts = Counter(finding.level for finding in found)
-    faults = (Level.PROBLEM, Level.WARNING) if strict else (Level.PROBLEM,)
-    for finding in found:
-        if only_problems and finding.level not in faults:
-            continue
-        texts = {name: None if text is None else mask(text, secrets) for name, text in _texts_of(finding).items()}
-        if as_json:
-            about = {name: mask(text, secrets) for name, text in finding.about.items()}
-            count = finding.messages
-            print_json({**texts, "about": about, "messages": {"count": count.messages, "kind": count.kind}})
-        else:
-            _print(texts)
-    if not as_json:
-        print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
+    with look_everywhere(databases, read) if everywhere else nullcontext([(None, read(settings))]) as by_database:
+        found: list[tuple[str | None, Finding]] = [(name, one) for name, found in by_database for one in found]
+        found.sort(key=lambda one: one[1].urgency)
+        if everywhere and not as_json:
+            found = [(None, finding) for finding in _grouped(found)]
+        counts = Counter(finding.level for _, finding in found)
+        faults = (Level.PROBLEM, Level.WARNING) if strict else (Level.PROBLEM,)
+        for name, finding in found:
+            if only_problems and finding.level not in faults:
+                continue
+            if as_json:
+                print_json(_document(finding) if name is None else {"database": name, **_document(finding)})
+            else:
+                _print(_texts_of(finding))
+        if not as_json:
+            print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
     if any(counts[level] for level in faults):
         raise typer.Exit(FAILED)
+
+
+def _shown(finding: Finding, settings: Settings) -> Finding:
+    """Return the finding without secrets. Its texts about PGOUTBOX_DSN are about the DSN of a database of a list."""
+    secrets = secrets_in([*secret_values(settings), ("PGPASSWORD", os.environ.get("PGPASSWORD", ""))])
+
+    def shown(text: str) -> str:
+        return mask(about_database(text, settings), secrets)
+
+    return replace(
+        finding,
+        what=shown(finding.what),
+        why=finding.why and shown(finding.why),
+        fix=finding.fix and shown(finding.fix),
+        about={name: shown(text) for name, text in finding.about.items()},
+    )
+
+
+def _grouped(found: Sequence[tuple[str | None, Finding]]) -> Iterator[Finding]:
+    """Yield each finding once, with the names of its databases. Those of one cause count as the same finding."""
+    groups: dict[object, dict[str, Finding]] = {}
+    for name, finding in found:
+        # The id of a message belongs to one database.
+        about = tuple(item for item in finding.about.items() if item[0] != "message")
+        groups.setdefault((finding.level, finding.check, finding.code, about), {})[str(name)] = finding
+    for group in groups.values():
+        (first, finding), *others = group.items()
+        if all(other.what == finding.what for _, other in others):
+            yield replace(finding, what=f"{join_names(group)}: {finding.what}")
+        else:
+            yield replace(finding, what=f"{first}: {finding.what}; also in {join_names(dict(others))}")
+
+
+def _document(finding: Finding) -> dict[str, object]:
+    count = finding.messages
+    messages = {"count": count.messages, "kind": count.kind}
+    return {**_texts_of(finding), "about": dict(finding.about), "messages": messages}
 
 
 def _texts_of(finding: Finding) -> dict[str, str | None]:

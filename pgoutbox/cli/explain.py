@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import Final
 
 import psycopg
 
-from pgoutbox.cli.console import FAILED, MISUSED
+from pgoutbox.cli.console import FAILED, MISUSED, mask, secrets_in
 from pgoutbox.database.server import is_tls_refusal, missing_object
 from pgoutbox.errors import ArgumentError, ConfigurationError, NotReadyError, PgOutboxError
 from pgoutbox.operations.acts import ACTS
+from pgoutbox.settings import Settings, secret_values
 from pgoutbox.text import one_line
+
+# The settings of the database that --database or PGOUTBOX_DATABASE names.
+chosen_database: ContextVar[Settings | None] = ContextVar("chosen_database", default=None)
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
@@ -51,11 +56,23 @@ _ROLES: Final = (
 )
 
 
-def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
+def explain(error: PgOutboxError | psycopg.Error, database: Settings | None = None) -> tuple[str, int]:
     """Return the text of an error for the operator, and the exit code: 2 if only a change of the command helps.
 
-    Leaves out the DETAIL of a driver's error, which can quote values of rows.
+    Leaves out the DETAIL of a driver's error, which can quote values of rows. `database` is one of PGOUTBOX_DSNS.
     """
+    text, exit_code = _explain(error)
+    if database is not None:
+        text = mask(about_database(text, database), secrets_in(secret_values(database)))
+    return text, exit_code
+
+
+def about_database(text: str, database: Settings) -> str:
+    """Return a text about PGOUTBOX_DSN, so that it is about the DSN of this database of the list."""
+    return text if database.database is None else re.sub(r"PGOUTBOX_DSN\b", f"the DSN of {database.database}", text)
+
+
+def _explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
     if isinstance(error, (ConfigurationError, ArgumentError)) and not isinstance(error, NotReadyError):
         return str(error), MISUSED
     if isinstance(error, PgOutboxError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from pgoutbox.cli.console import DONE, MISUSED, mask, print_error, secrets_in
-from pgoutbox.cli.explain import explain
+from pgoutbox.cli.explain import chosen_database, explain
 from pgoutbox.errors import PgOutboxError, require_extra
 from pgoutbox.settings import SECRET_VARIABLES
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. `arguments` are without the program's name; None means `sys.argv`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    chosen_database.set(None)
     try:
         _run(arguments)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else DONE
     except (PgOutboxError, psycopg.Error) as error:
-        text, exit_code = explain(error)
+        text, exit_code = explain(error, chosen_database.get())
         print_error(mask(text, _secrets(arguments)))
         return exit_code
     except UnicodeEncodeError:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, assert_never
+from typing import Annotated, Any, Final, NamedTuple, assert_never
 
 import typer
 from pydantic import JsonValue
@@ -26,7 +26,8 @@ from pgoutbox.cli.console import (
     print_table,
     print_warning,
 )
-from pgoutbox.cli.options import AppOptions, FilterOptions, InQueue, Limit, Options, command, open_operator
+from pgoutbox.cli.databases import flat
+from pgoutbox.cli.options import AppOptions, Everywhere, FilterOptions, InQueue, Limit, Options, command, open_operator
 from pgoutbox.cli.program import (
     describe_pause,
     print_messages,
@@ -36,11 +37,21 @@ from pgoutbox.cli.program import (
 )
 from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
-from pgoutbox.operations import JsonText, PausedTopic, TopicCounts
+from pgoutbox.operations import (
+    FailureGroup,
+    JsonText,
+    ListedMessage,
+    OpenBreaker,
+    PausedTopic,
+    QueueControls,
+    Redirects,
+    TopicCounts,
+)
 from pgoutbox.options import OnDuplicate, check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS
+from pgoutbox.settings import Settings
 from pgoutbox.topics import Topic
 
 _TOPIC_COLUMNS: Final = (
@@ -206,25 +217,35 @@ def list_messages(
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
     ] = None,
+    everywhere: Everywhere = False,
 ) -> None:
     """List messages, newest first. With --json one JSON document per line.
 
-    Hides the same values as `pgoutbox show`.
+    Hides the same values as `pgoutbox show`. With --all-databases, the limit is that of each database.
     """
     names_of = options.redacted_names()
-    with open_operator(options.settings, read_only=True) as operator:
-        messages = operator.list_messages(options.filter(), before_id=before, limit=limit)
-        if not messages:
-            require_known_queue(operator, options.queue)
-            if options.breaker:
-                print_note("if no open breaker has this name, no message matches; `pgoutbox breaker list` shows them")
-    messages = [message.redacted(names_of(message.topic)) for message in messages]
-    if options.as_json:
-        print_documents(messages)
-        return
-    print_messages(messages)
-    if len(messages) == limit:
-        print_note(f"there may be more rows: --before {messages[-1].id}")
+    if everywhere and before is not None:
+        raise typer.BadParameter("--before: an id belongs to one database; omit --all-databases")
+
+    def read(settings: Settings) -> list[ListedMessage]:
+        with open_operator(settings, read_only=True) as operator:
+            messages = operator.list_messages(options.filter(), before_id=before, limit=limit)
+            if not messages and not everywhere:
+                require_known_queue(operator, options.queue)
+        return [message.redacted(names_of(message.topic)) for message in messages]
+
+    with options.looking(read, everywhere=everywhere) as found:
+        messages, databases = flat(found)
+        if not messages and options.breaker:
+            print_note("if no open breaker has this name, no message matches; `pgoutbox breaker list` shows them")
+        if options.as_json:
+            print_documents(messages, of=databases)
+            return
+        print_messages(messages, of=databases)
+        for name, listed in found:
+            if len(listed) == limit:
+                more = "" if name is None else f"--database {name} "
+                print_note(f"there may be more rows: {more}--before {listed[-1].id}")
 
 
 @command()
@@ -277,6 +298,7 @@ def failures(
     *,
     topic: Annotated[str | None, typer.Option(help="Only messages of this topic.")] = None,
     since: Annotated[timedelta | None, duration_option("--since", "Only messages that failed this lately: 1d.")] = None,
+    everywhere: Everywhere = False,
     options: AppOptions,
 ) -> None:
     """Show the failed messages by topic and cause, those with the most failures in the last hour first.
@@ -286,48 +308,76 @@ def failures(
     3,000 messages that failed last.
     """
     names_of = options.redacted_names()
-    with open_operator(options.settings, read_only=True) as operator:
-        groups = operator.list_failures(topic=topic, within=since)
+
+    def read(settings: Settings) -> list[FailureGroup]:
+        with open_operator(settings, read_only=True) as operator:
+            groups = operator.list_failures(topic=topic, within=since)
+        return [group.redacted(names_of(group.topic)) for group in groups]
+
     columns = (
         *("messages", "last_hour", "hour_before", "failed_again", "topic", "cause", "group", "place", "error"),
         *("first_at", "last_at", "newest_id"),
     )
-    options.print_rows(columns, [group.redacted(names_of(group.topic)) for group in groups])
+    with options.looking(read, everywhere=everywhere) as found:
+        groups, databases = flat(found)
+        options.print_rows(columns, groups, of=databases)
+
+
+class _Stats(NamedTuple):
+    topics: list[TopicCounts]
+    paused: list[QueueControls]
+    paused_topics: list[PausedTopic]
+    breakers: list[OpenBreaker]
+    redirects: Redirects
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "topics": [c._asdict() for c in self.topics],
+            "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in self.paused],
+            "paused_topics": [topic._asdict() for topic in self.paused_topics],
+            "breakers": [breaker._asdict() for breaker in self.breakers],
+            "redirects": self.redirects.as_json(),
+        }
 
 
 @command()
-def stats(*, queue: InQueue = None, options: Options) -> None:
+def stats(*, queue: InQueue = None, everywhere: Everywhere = False, options: Options) -> None:
     """Count messages by topic; list paused queues, open circuit breakers and redirects.
 
     Shows the 50 topics that are late for longest or have the most failed messages, and with --json all.
     """
-    with open_operator(options.settings, read_only=True) as operator:
-        open_breakers = [breaker.redacted(options.settings.redacted_names) for breaker in operator.list_open_breakers()]
-        redirects = operator.redirects()
-        counts = operator.count_messages(queue=queue)
-        paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
-        paused_topics = operator.list_paused_topics()
-        if not counts:
-            require_known_queue(operator, queue)
-    if options.as_json:
-        print_json(
-            {
-                "topics": [c._asdict() for c in counts],
-                "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
-                "paused_topics": [topic._asdict() for topic in paused_topics],
-                "breakers": [breaker._asdict() for breaker in open_breakers],
-                "redirects": redirects.as_json(),
-            }
-        )
-        return
-    print_topics(TopicCounts._fields, counts)
-    for redirect in redirects.warnings():
-        print_warning(redirect)
-    for controls in paused:
-        print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
-    print_paused_topics(paused_topics)
-    for breaker in open_breakers:
-        print_warning(f"circuit breaker {breaker.key} is open for {breaker.open_seconds:.0f} s: {breaker.last_error}")
+
+    def read(settings: Settings) -> _Stats:
+        with open_operator(settings, read_only=True) as operator:
+            breakers = [breaker.redacted(settings.redacted_names) for breaker in operator.list_open_breakers()]
+            redirects = operator.redirects()
+            counts = operator.count_messages(queue=queue)
+            paused = [q for q in operator.list_queues() if q.paused_at and queue in (None, q.queue)]
+            paused_topics = operator.list_paused_topics()
+            if not counts and not everywhere:
+                require_known_queue(operator, queue)
+        return _Stats(counts, paused, paused_topics, breakers, redirects)
+
+    with options.looking(read, everywhere=everywhere) as found:
+        if options.as_json:
+            for name, one in found:
+                print_json(one.as_json() if name is None else {"database": name, **one.as_json()})
+            return
+        counts, databases = flat([(name, one.topics) for name, one in found])
+        print_topics(TopicCounts._fields, counts, of=databases)
+        for name, one in found:
+            _warn_of_controls(one, "" if name is None else f"{name}: ")
+
+
+def _warn_of_controls(one: _Stats, prefix: str) -> None:
+    for redirect in one.redirects.warnings():
+        print_warning(f"{prefix}{redirect}")
+    for controls in one.paused:
+        print_warning(f"{prefix}queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
+    print_paused_topics(one.paused_topics, prefix=prefix)
+    for breaker in one.breakers:
+        open_for = f"{breaker.open_seconds:.0f} s"
+        print_warning(f"{prefix}circuit breaker {breaker.key} is open for {open_for}: {breaker.last_error}")
 
 
 @command()
@@ -338,11 +388,11 @@ def topics(options: AppOptions) -> None:
     topics of the messages in the database are listed and counted, with their pauses; this reads all messages, and shows
     the 50 topics that are late for longest or have the most failed messages, with --json all.
     """
-    if options.settings.app is None:
+    if options.app is None:
         with open_operator(options.settings, read_only=True) as operator:
             _print_topic_counts(operator.count_messages(), operator.list_paused_topics(), as_json=options.as_json)
         return
-    found = describe_topics(load_outbox(options.settings.app))
+    found = describe_topics(load_outbox(options.app))
     if options.as_json:
         print_documents(found)
     else:

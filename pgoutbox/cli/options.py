@@ -10,22 +10,26 @@ import getpass
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cached_property
 from inspect import Signature, get_annotations, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
 from pgoutbox.cli.arguments import load_outbox, parse_id, parse_past_time
 from pgoutbox.cli.console import print_documents, print_json, print_line, print_table, print_warning
+from pgoutbox.cli.databases import load_database, load_databases, look_everywhere
 from pgoutbox.cli.program import app
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
+
+T = TypeVar("T")
 
 App = Annotated[
     str | None,
@@ -39,6 +43,15 @@ Dsn = Annotated[
         help="Connection string. Visible in the process list: prefer PGOUTBOX_DSN.",
     ),
 ]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        metavar="NAME",
+        help="One of the databases in PGOUTBOX_DSNS (default: PGOUTBOX_DATABASE).",
+    ),
+]
+Everywhere = Annotated[bool, typer.Option("--all-databases", help="Look at all databases in PGOUTBOX_DSNS.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UTC.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
@@ -88,12 +101,17 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def read_settings(dsn: str | None, **overrides: object) -> Settings:
-    """Return the settings. Warn of variables that look like a setting but are unknown, with the most similar one."""
+def read_settings(dsn: str | None, database: str | None = None, **overrides: object) -> Settings:
+    """Return the settings of the command's database, as `load_database`. Warn of misspelt variables."""
+    warn_of_unknown_variables()
+    return load_database(dsn, database, **overrides)
+
+
+def warn_of_unknown_variables() -> None:
+    """Warn of variables that look like a setting but are unknown, with the most similar one."""
     if SUPERVISOR_FD_VARIABLE not in os.environ:  # The supervisor has already warned.
         for variable, nearest in unknown_variables(os.environ):
             print_warning(f"unknown setting {variable}; did you mean {nearest}?")
-    return load_settings(dsn=dsn, **overrides)
 
 
 def open_operator(settings: Settings, *, read_only: bool = False) -> Operator:
@@ -108,17 +126,42 @@ def open_operator(settings: Settings, *, read_only: bool = False) -> Operator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DatabaseOptions:
+    """The options of every command that uses a database."""
+
+    dsn: Dsn = None
+    database: Database = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DatabaseOptions):
     """The options of every command that prints rows or results of the database."""
 
     context: typer.Context
-    dsn: Dsn = None
     as_json: Json = False
 
     @cached_property
     def settings(self) -> Settings:
-        """The settings. The group of the command may have the connection string."""
-        return read_settings(self.dsn or self.context.obj)
+        """The settings. The group of the command may name the database."""
+        is_named = self.dsn is not None or self.database is not None or self.context.obj is None
+        named: DatabaseOptions = self if is_named else self.context.obj
+        return read_settings(named.dsn, named.database, **self._overrides())
+
+    def _overrides(self) -> dict[str, object]:
+        return {}
+
+    def databases(self, **overrides: object) -> dict[str, Settings]:
+        """Return the settings of each database of the list."""
+        warn_of_unknown_variables()
+        return load_databases(self.dsn, self.database, **self._overrides(), **overrides)
+
+    def looking(
+        self, read: Callable[[Settings], T], *, everywhere: bool
+    ) -> AbstractContextManager[list[tuple[str | None, T]]]:
+        """Return what `read` returns for the database, without a name, or as `look_everywhere`."""
+        if everywhere:
+            return look_everywhere(self.databases(), read)
+        return nullcontext([(None, read(self.settings))])
 
     def print(self, document: object, text: str) -> None:
         """Print a result: the JSON document, or the line of text."""
@@ -127,12 +170,14 @@ class Options:
         else:
             print_line(text)
 
-    def print_rows(self, columns: Sequence[str], rows: Sequence[NamedTuple]) -> None:
-        """Print rows: one JSON document for each, or a table of these columns."""
+    def print_rows(
+        self, columns: Sequence[str], rows: Sequence[NamedTuple], *, of: Sequence[str] | None = None
+    ) -> None:
+        """Print rows: one JSON document for each, or a table of these columns. `of` names the database of each row."""
         if self.as_json:
-            print_documents(rows)
+            print_documents(rows, of=of)
         else:
-            print_table(columns, [[getattr(row, column) for column in columns] for row in rows])
+            print_table(columns, [[getattr(row, column) for column in columns] for row in rows], of=of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +186,18 @@ class AppOptions(Options):
 
     where: App = None
 
+    def _overrides(self) -> dict[str, object]:
+        return {"app": self.where}
+
     @cached_property
-    def settings(self) -> Settings:
-        """The settings, with the outbox of the application."""
-        return read_settings(self.dsn, app=self.where)
+    def app(self) -> str | None:
+        """The outbox of the application. Names no database."""
+        return load_settings(app=self.where).app
 
     def redacted_names(self) -> Callable[[str], tuple[str, ...]]:
         """Return a function from a topic to the names that are hidden in its messages."""
-        names = self.settings.redacted_names
-        topics = {} if self.settings.app is None else load_outbox(self.settings.app).topics
+        names = load_settings().redacted_names
+        topics = {} if self.app is None else load_outbox(self.app).topics
         return lambda topic: names + (topics[topic].redact if topic in topics else ())
 
 

@@ -132,18 +132,24 @@ def worst_topics(counted: Sequence[_Counted]) -> tuple[Sequence[_Counted], int]:
     return sorted(counted, key=order)[:_MOST_TOPICS], len(counted) - _MOST_TOPICS
 
 
-def print_topics(columns: Sequence[str], counted: Sequence[TopicCounts]) -> None:
+def print_topics(columns: Sequence[str], counted: Sequence[TopicCounts], *, of: Sequence[str] | None = None) -> None:
     """Print a table of the topics in most need of a look, and tell how to see the others."""
     shown, more = worst_topics(counted)
-    print_table(columns, [[getattr(topic, column) for column in columns] for topic in shown])
+    # Topics of two databases may be equal, but they are two objects.
+    names = {} if of is None else {id(topic): name for topic, name in zip(counted, of, strict=True)}
+    print_table(
+        columns,
+        [[getattr(topic, column) for column in columns] for topic in shown],
+        of=None if of is None else [names[id(topic)] for topic in shown],
+    )
     if more:
         print_note(f"and {more:,} more, which are less late or have fewer failed messages: --json lists them all")
 
 
-def print_paused_topics(paused: Sequence[PausedTopic]) -> None:
+def print_paused_topics(paused: Sequence[PausedTopic], *, prefix: str = "") -> None:
     """Print a warning for each of these topics: its messages wait."""
     for one in paused:
-        print_warning(f"topic {one.topic} is {describe_pause(one.paused_at, one.resume_at)}")
+        print_warning(f"{prefix}topic {one.topic} is {describe_pause(one.paused_at, one.resume_at)}")
 
 
 def _reason_of(message: ListedMessage) -> str | None:
@@ -163,14 +169,20 @@ def _waits_of(message: ListedMessage) -> str | None:
     return f"waits: {message.waits}{other}{end}"
 
 
-def print_messages(messages: Sequence[ListedMessage]) -> None:
-    """Print a table of messages whose sensitive values are already hidden."""
+def print_messages(messages: Sequence[ListedMessage], *, of: Sequence[str] | None = None) -> None:
+    """Print a table of messages whose sensitive values are already hidden. `of` is the name of each one's database."""
     names = ("id", "state", "topic", "queue", "destination", "attempts", "created_at", "available_at")
-    reasons = {message.id: _reason_of(message) for message in messages}
+    reasons = [_reason_of(message) for message in messages]
     print_table(
         (*(name.removesuffix("_at") for name in names), "reason"),
-        [[*(getattr(message, name) for name in names), shorten(reasons[message.id])] for message in messages],
+        [
+            [*(getattr(message, name) for name in names), shorten(reason)]
+            for message, reason in zip(messages, reasons, strict=True)
+        ],
+        of=of,
     )
-    cut = next((number for number, reason in reasons.items() if shorten(reason) != reason), None)
+    cut = next(
+        (message.id for message, reason in zip(messages, reasons, strict=True) if shorten(reason) != reason), None
+    )
     if cut is not None:
         print_note(f"some reasons are cut: pgoutbox show {cut} shows this one as a whole")

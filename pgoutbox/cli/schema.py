@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Final, TypeVar
 
 import typer
 
 from pgoutbox import migrate as migrations
 from pgoutbox import migration_plan
-from pgoutbox.cli.console import FAILED, print_note
+from pgoutbox.cli.console import FAILED, print_json, print_line, print_note
+from pgoutbox.cli.databases import Failure, each_database, flat, report_failures
 from pgoutbox.cli.options import Options, Yes, command, expanded, open_operator, read_settings
 from pgoutbox.cli.program import app, confirm, interruptible, shorten
+from pgoutbox.migration_plan import PlannedStep
 from pgoutbox.operations import Home
+from pgoutbox.settings import Settings
 from pgoutbox.text import pluralize
 
 _QUESTION = (
     "Name of this deployment, such as production, so that cloned servers send nothing. Its workers need it as "
     "PGOUTBOX_DEPLOYMENT (Enter: no name)"
 )
+
+_PLAN_COLUMNS: Final = ("relation", "lock", "size_bytes", "seconds", "statement")
+
+T = TypeVar("T")
 
 migrate_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(migrate_app, name="migrate")
@@ -43,20 +51,32 @@ def migrate(
             "[default: PGOUTBOX_DEPLOYMENT]",
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="All databases in PGOUTBOX_DSNS, up to eight at once. Goes on after a failure."),
+    ] = False,
     options: Options,
 ) -> None:
     """Create or upgrade the schema pgoutbox.
 
-    Uses one transaction. Changes nothing if the schema is up to date. On a terminal, it asks for the name of a new
-    schema's deployment. --plan estimates the time of a statement that reads a whole table.
+    Uses one transaction for a database. Changes nothing if the schema is up to date. On a terminal, it asks for the
+    name of a new schema's deployment, without --all. --plan estimates the time of a statement that reads a whole table.
     """
-    options.context.obj = options.dsn
+    options.context.obj = options
+    if every and (sql or options.context.invoked_subcommand is not None):
+        raise typer.BadParameter("--all: only for `pgoutbox migrate` and for --plan")
     if options.context.invoked_subcommand is not None:
         return
     if sql:
         sys.stdout.write(migrations.upgrade_sql())
         return
-    settings = read_settings(options.dsn, deployment=deployment)
+    if every and plan:
+        _plan_all(options)
+        return
+    if every:
+        _migrate_all(options, deployment)
+        return
+    settings = read_settings(options.dsn, options.database, deployment=deployment)
     target = settings.require_dsn()
     if plan:
         _print_plan(target, options)
@@ -65,7 +85,7 @@ def migrate(
         before = migrations.current(target)
         if before is None and settings.deployment is None and sys.stdin.isatty() and not options.as_json:
             answer = typer.prompt(_QUESTION, default="", show_default=False, err=True)
-            settings = read_settings(options.dsn, deployment=answer or None)
+            settings = read_settings(options.dsn, options.database, deployment=answer or None)
         migrations.upgrade(target, report=print_note, deployment=settings.deployment)
         _print_revision(before, migrations.current(target), options)
     _print_deployment(migrations.deployment_of(target), settings.deployment)
@@ -133,27 +153,96 @@ def grants(options: Options) -> None:
         raise typer.Exit(FAILED)
 
 
+def _migrate_all(options: Options, deployment: str | None) -> None:
+    databases = options.databases(deployment=deployment)
+
+    def migrate_one(settings: Settings) -> tuple[str | None, str | None]:
+        target, before = settings.require_dsn(), migrations.current(settings.require_dsn())
+        migrations.upgrade(
+            target, report=lambda text: print_note(f"{settings.database}: {text}"), deployment=settings.deployment
+        )
+        return before, migrations.current(target)
+
+    with interruptible("some databases are migrated; run the command again for the others"):
+        done, failed = _with_progress(databases, migrate_one, lambda change: _change(*change), options)
+    if options.as_json:
+        for name, (before, after) in done.items():
+            print_json({"database": name, "before": before, "revision": after})
+    is_unnamed = all(settings.deployment is None for settings in databases.values())
+    if is_unnamed and any(before is None for before, _ in done.values()):
+        _print_deployment(None, None)
+    report_failures(failed, len(databases))
+    print_note(f"{pluralize(len(databases), 'database')} up to date")
+
+
+def _plan_all(options: Options) -> None:
+    databases = options.databases()
+
+    def plan_one(settings: Settings) -> tuple[str | None, list[PlannedStep]]:
+        target = settings.require_dsn()
+        return migrations.current(target), migration_plan.plan(target)
+
+    done, failed = _with_progress(databases, plan_one, lambda planned: _planned_change(*planned), options)
+    steps, names = flat([(name, done[name][1]) for name in databases if name in done])
+    if steps:
+        options.print_rows(_PLAN_COLUMNS, _shortened(steps, options), of=names)
+    report_failures(failed, len(databases))
+
+
+def _with_progress(
+    databases: Mapping[str, Settings], work: Callable[[Settings], T], tell: Callable[[T], str], options: Options
+) -> tuple[dict[str, T], dict[str, Failure]]:
+    """Run `work` for each database, and print a line as soon as one is done. Return the results and the failures."""
+    done: dict[str, T] = {}
+    failed: dict[str, Failure] = {}
+    for number, (name, result) in enumerate(each_database(databases, work), start=1):
+        match result:
+            case Failure() as failure:
+                failed[name], told = failure, "failed"
+            case value:
+                done[name], told = value, tell(value)
+        if not options.as_json:
+            print_line(f"[{number}/{len(databases)}] {name}: {told}")
+            sys.stdout.flush()
+    return done, failed
+
+
 def _print_plan(target: str, options: Options) -> None:
-    before, newest = migrations.current(target), migrations.head()
-    steps = migration_plan.plan(target)
+    before, steps = migrations.current(target), migration_plan.plan(target)
     if not steps and not options.as_json:
-        change = "up to date" if before == newest else f"{before or 'base'} -> {newest}, no lock on an existing table"
-        options.print({}, f"schema pgoutbox: {change}")
+        options.print({}, f"schema pgoutbox: {_planned_change(before, steps)}")
         return
     if not options.as_json:
-        print_note(f"{before or 'base'} -> {newest}, in one transaction: each lock lasts until its end")
-        steps = [
-            step._replace(relation=step.relation.removeprefix("pgoutbox."), statement=shorten(step.statement) or "")
-            for step in steps
-        ]
-        if any(step.statement.endswith("…") for step in steps):
-            print_note("some statements are cut: --json shows them as a whole")
-    options.print_rows(migration_plan.PlannedStep._fields, steps)
+        print_note(f"{_planned_change(before, steps)}, in one transaction: each lock lasts until its end")
+    options.print_rows(_PLAN_COLUMNS, _shortened(steps, options))
+
+
+def _shortened(steps: Sequence[PlannedStep], options: Options) -> Sequence[PlannedStep]:
+    """Return the steps as a table on a terminal has them."""
+    if options.as_json:
+        return steps
+    short = [
+        step._replace(relation=step.relation.removeprefix("pgoutbox."), statement=shorten(step.statement) or "")
+        for step in steps
+    ]
+    if any(step.statement.endswith("…") for step in short):
+        print_note("some statements are cut: --json shows them as a whole")
+    return short
+
+
+def _planned_change(before: str | None, steps: Sequence[PlannedStep]) -> str:
+    newest = migrations.head()
+    if before == newest:
+        return "up to date"
+    return f"{before or 'base'} -> {newest}{'' if steps else ', no lock on an existing table'}"
 
 
 def _print_revision(before: str | None, after: str | None, options: Options) -> None:
-    change = f"up to date at {after or 'base'}" if before == after else f"{before or 'base'} -> {after or 'base'}"
-    options.print({"before": before, "revision": after}, f"schema pgoutbox: {change}")
+    options.print({"before": before, "revision": after}, f"schema pgoutbox: {_change(before, after)}")
+
+
+def _change(before: str | None, after: str | None) -> str:
+    return f"up to date at {after or 'base'}" if before == after else f"{before or 'base'} -> {after or 'base'}"
 
 
 def _print_deployment(recorded: str | None, given: str | None) -> None:

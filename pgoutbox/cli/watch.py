@@ -15,13 +15,15 @@ import typer
 
 from pgoutbox.cli.arguments import duration_option
 from pgoutbox.cli.console import cell, live_tables, print_json, print_line
-from pgoutbox.cli.options import AppOptions, InQueue, InTopic, Options, command
+from pgoutbox.cli.databases import flat
+from pgoutbox.cli.options import AppOptions, Everywhere, InQueue, InTopic, Options, command
 from pgoutbox.cli.program import shorten, worst_topics
 from pgoutbox.database import operator_connection
 from pgoutbox.doctor import Finding, examine_delivery
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import activity
 from pgoutbox.redaction import redact_text
+from pgoutbox.settings import Settings
 
 Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Refresh interval in seconds.")]
 Count = Annotated[int | None, typer.Option("--count", min=1, help="Number of refreshes (default: unlimited).")]
@@ -65,18 +67,23 @@ def top(*, queue: InQueue = None, every: Every = 2.0, count: Count = None, optio
 
 
 @command()
-def workers(options: Options) -> None:
+def workers(*, everywhere: Everywhere = False, options: Options) -> None:
     """List the workers with their queues and topics. With --json one document per line.
 
     A worker reports them once a minute. The last runs with --once or --drain are listed too, with ended_at. The columns
     connected_at and address are empty behind a pooler, and for other roles if the role does not have pg_read_all_stats.
     """
-    with operator_connection.connect(options.settings, read_only=True) as connection:
-        found = activity.list_workers(connection)
-    if found or options.as_json:
-        options.print_rows(activity.WorkerActivity._fields, found)
-    else:
-        print_line("no worker runs or holds a message")
+
+    def read(settings: Settings) -> list[activity.WorkerActivity]:
+        with operator_connection.connect(settings, read_only=True) as connection:
+            return activity.list_workers(connection)
+
+    with options.looking(read, everywhere=everywhere) as found:
+        rows, databases = flat(found)
+        if rows or options.as_json:
+            options.print_rows(activity.WorkerActivity._fields, rows, of=databases)
+        else:
+            print_line("no worker runs or holds a message")
 
 
 @command()

@@ -12,9 +12,9 @@ import typer
 
 from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import configure_logging, print_line, print_note, print_warning
-from pgoutbox.cli.options import App, Dsn
+from pgoutbox.cli.databases import load_database
+from pgoutbox.cli.options import App, DatabaseOptions, expanded
 from pgoutbox.errors import ConfigurationError, NotReadyError, require_extra
-from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.access import Access
@@ -26,6 +26,7 @@ _PORT: Final = 8400
 
 
 @web_app.callback(invoke_without_command=True)
+@expanded
 def web(
     context: typer.Context,
     *,
@@ -39,7 +40,7 @@ def web(
         Literal["viewer", "operator"],
         typer.Option(metavar="viewer|operator", help="Role of everybody with --insecure."),
     ] = "viewer",
-    dsn: Dsn = None,
+    place: DatabaseOptions,
 ) -> None:
     """Serve the dashboard, until SIGTERM or SIGINT.
 
@@ -48,7 +49,7 @@ def web(
     """
     if context.invoked_subcommand is not None:
         return
-    settings = load_settings(dsn=dsn, app=where)
+    settings = load_database(place.dsn, place.database, app=where)
     settings.require_dsn()
     outbox = load_outbox(settings.app) if settings.app is not None else None
     configure_logging(settings)

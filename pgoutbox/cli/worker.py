@@ -15,16 +15,23 @@ import typer
 
 from pgoutbox.cli.arguments import duration_option, load_outbox
 from pgoutbox.cli.console import configure_logging
-from pgoutbox.cli.options import App, Dsn, open_operator, read_settings
-from pgoutbox.cli.program import app, warn_of_unknown
+from pgoutbox.cli.options import (
+    App,
+    DatabaseOptions,
+    command,
+    open_operator,
+    read_settings,
+    warn_of_unknown_variables,
+)
+from pgoutbox.cli.program import warn_of_unknown
 from pgoutbox.databases import read_databases
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings, parse_address
+from pgoutbox.settings import Settings, load_settings, parse_address
 
 _MAX_PORT: Final = 65_535
 
 
-@app.command()
+@command()
 def worker(
     *,
     where: App = None,
@@ -52,7 +59,7 @@ def worker(
         bool, typer.Option("--no-listen", help="Poll instead of waiting for NOTIFY (behind a transaction pooler).")
     ] = False,
     name: Annotated[str | None, typer.Option(help="Name of the worker (default: host and process id).")] = None,
-    dsn: Dsn = None,
+    place: DatabaseOptions,
 ) -> None:
     """Claim messages and run their handlers.
 
@@ -69,9 +76,13 @@ def worker(
     from pgoutbox.worker.queues import ALL_QUEUES, parse_queues
     from pgoutbox.worker.supervisor import run_worker
 
-    settings = read_settings(
-        dsn, app=where, concurrency=concurrency, listen=False if no_listen else None, worker_name=name
-    )
+    overrides = {
+        "app": where,
+        "concurrency": concurrency,
+        "listen": False if no_listen else None,
+        "worker_name": name,
+    }
+    settings = load_settings(**overrides)
     # Cron sends an e-mail if a command writes anything. A person at a terminal should see the counts and warnings.
     is_quiet = (once or drain) and not sys.stderr.isatty()
     if not settings.worker_enabled:
@@ -80,20 +91,25 @@ def worker(
         raise typer.Exit
     shares = parse_queues(queues or ())
     outbox = load_outbox(settings.app)
-    has_many = read_databases(settings, outbox) is not None
-    if not has_many:
+    names_one = place.dsn is not None or place.database is not None or settings.database is not None
+    has_many = not names_one and read_databases(settings, outbox) is not None
+    if has_many:
+        warn_of_unknown_variables()
+    else:
+        settings = read_settings(place.dsn, place.database, **overrides)
         settings.require_dsn()
     configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
     if queues and not is_quiet and not has_many:
         _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
-        raise typer.Exit(_supervise(settings, queues or [], processes, dsn=dsn))
+        raise typer.Exit(_supervise(settings, queues or [], processes, dsn=place.dsn))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"
     raise typer.Exit(
         run_worker(
             outbox,
             settings,
             queues=queues or outbox.default_queues,
+            has_many=has_many,
             mode=mode,
             max_messages=max_messages,
             max_seconds=None if max_time is None else max_time.total_seconds(),
@@ -107,6 +123,10 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
     if dsn is not None:
         # Child processes inherit the variable, which the process list does not show.
         os.environ["PGOUTBOX_DSN"] = dsn
+        os.environ.pop("PGOUTBOX_DSNS", None)
+        os.environ.pop("PGOUTBOX_DATABASE", None)
+    elif settings.database is not None:
+        os.environ["PGOUTBOX_DATABASE"] = settings.database
     arguments = ["--app", str(settings.app), "--concurrency", str(settings.concurrency)]
     for queue in queues:
         arguments += ["--queue", queue]

@@ -66,11 +66,13 @@ def examine(
     environment: Mapping[str, str] | None = None,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.time,
+    checks_transports: bool = True,
 ) -> Iterator[Finding]:
     """Run every check, and yield each finding at once. A fault is a finding and never raises.
 
     Without the application's `outbox`, the checks do not know its topics and handlers. `environment` is searched for
-    misspelt settings; `clock` is compared with the server's clock. Blocks, for some seconds if a server does not
+    misspelt settings; `clock` is compared with the server's clock. Of many databases with the same transports, let only
+    one examination check those. Blocks, for some seconds if a server does not
     answer: do not call it on an event loop.
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
@@ -94,7 +96,7 @@ def examine(
                 settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
             )
             yield from _check_database(context)
-    for name, check in transports.CHECKS.items():
+    for name, check in transports.CHECKS.items() if checks_transports else ():
         yield from run_check(name, check, settings, outbox)
 
 

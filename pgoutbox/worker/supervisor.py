@@ -17,7 +17,6 @@ from functools import partial
 from typing import Literal, assert_never
 
 from pgoutbox.database.server import OldPackageError
-from pgoutbox.databases import read_databases
 from pgoutbox.observability import systemd
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
@@ -40,18 +39,19 @@ def run_worker(
     settings: Settings,
     *,
     queues: Sequence[str],
+    has_many: bool = False,
     mode: Literal["run", "once", "drain"],
     max_messages: int | None = None,
     max_seconds: float | None = None,
 ) -> int:
     """Run one worker in this process until it is done or stopped. Return the exit code or raise the worker's error.
 
-    `max_messages` and `max_seconds` are those of `Worker.run_once`.
+    With `has_many` it serves all databases of the list. `max_messages` and `max_seconds` are those of
+    `Worker.run_once`.
 
     SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs after the grace period
     does not keep the process alive.
     """
-    has_many = read_databases(settings, outbox) is not None
     worker = (MultiWorker if has_many else Worker)(outbox, settings=settings, queues=queues)
     # Imported modules stay until the end, so the garbage collector need not visit them again.
     gc.freeze()

@@ -77,14 +77,20 @@ def run_process(*arguments: str, dsn: str | None = None, stdin: bytes = b"", **e
     return Done(forked.returncode, forked.stdout, forked.stderr)
 
 
-def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: str) -> Done:
+def run_on_terminal(*arguments: str, dsn: str | None = None, keys: str = "", **environment: str) -> Done:
     """Run a command on its own terminal, like a person; `out` is the terminal's output."""
     terminal, its_end = pty.openpty()
     os.write(terminal, keys.encode())
     process = forks(*LIBRARIES).start(
         ["-m", "pgoutbox", *arguments],
         cwd=Path.cwd(),
-        env={**os.environ, "PGOUTBOX_DSN": dsn, "TERM": "xterm", "COLUMNS": "200", **environment},
+        env={
+            **os.environ,
+            **({} if dsn is None else {"PGOUTBOX_DSN": dsn}),
+            "TERM": "xterm",
+            "COLUMNS": "200",
+            **environment,
+        },
         streams=(its_end, its_end, its_end),
     )
     os.close(its_end)
