@@ -55,8 +55,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "wal": wal.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: the limits of several workers, the dashboard, many databases, sizes, and the search
-# for the settings of the other systems.
+# Not part of a run without arguments: the limits of several workers, the dashboard, many databases, sizes, and the
+# search for the settings of the other systems.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,

@@ -46,7 +46,7 @@ def cpu_of_sessions(server: Server, dsn: str) -> Iterator[list[float]]:
 
 
 def cpu_seconds_of_server(server: Server) -> float:
-    """Return the CPU seconds of the server's processes so far, with those that have ended. NaN if they are not visible."""
+    """Return the CPU seconds of the server's processes so far, with those that have ended. NaN if they are hidden."""
     if server.postmaster is None:
         return float("nan")
     total = 0.0

@@ -11,8 +11,9 @@ import functools
 import ipaddress
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Final, Literal, Self, get_args
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import ClassVar, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -28,6 +29,9 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.redaction import REDACTED_NAMES, check_redacted_name
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
+# The former names of settings, by path, such as {"smtp.server": "smtp.host"}. Each works, with a warning, in the minor
+# version that has renamed it. A setting moves to another group only in the environment.
+FORMER_NAMES: Final[Mapping[str, str]] = {}
 # Prefixed variables that are not settings: of pgoutbox's own tests, and of supervised processes.
 _TEST_PREFIX = f"{ENVIRONMENT_PREFIX}TEST_"
 SUPERVISOR_FD_VARIABLE = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
@@ -36,6 +40,8 @@ _ALERT_DESTINATION = re.compile(
     r"(?:mailto:[^@,<>]+@[^@,<>]+|https?://(?:[^/?#\[\]]+|\[[0-9A-Fa-f:.]+\](?::\d+)?)(?:[/?#].*)?|apprise:.+)"
 )
 _MAX_DESTINATION_BYTES = 2048
+T = TypeVar("T")
+
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
@@ -46,6 +52,8 @@ class _Group(BaseModel):
 
     def __init__(self, **values: object) -> None:
         kind = type(self)
+        if values and FORMER_NAMES:
+            values = with_present_names(values, _former_names_in(kind))
         unknown = [name for name in values if not name.startswith("_") and name not in kind.model_fields]
         if unknown:
             raise ConfigurationError(
@@ -437,12 +445,14 @@ class Settings(_Group, BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Ignore unknown variables, also in groups: they cause a warning, not an error."""
-        known = {variable_of(path).lower() for path in fields_of(settings_cls)}
+        known = {variable_of(path) for path in fields_of(settings_cls)}
         sources = (env_settings, dotenv_settings, NestedSecretsSettingsSource(file_secret_settings))
         found = [init_settings]
         for source in sources:
             if isinstance(source, EnvSettingsSource):
-                source.env_vars = {name: text for name, text in source.env_vars.items() if name in known}
+                found_variables = {name.upper(): text for name, text in source.env_vars.items()}
+                given = with_present_names(found_variables, former_names(variable_of))
+                source.env_vars = {name.lower(): text for name, text in given.items() if name in known}
                 if not source.env_vars:  # It would look for each field in vain.
                     continue
             found.append(source)
@@ -585,9 +595,31 @@ def variable_of(path: str) -> str:
     return f"{ENVIRONMENT_PREFIX}{path.replace('.', '_').upper()}"
 
 
+def with_present_names(values: Mapping[str, T], former_names: Mapping[str, str]) -> dict[str, T]:
+    """Return `values` with the present names of settings, and a `DeprecationWarning` for each former one.
+
+    Raises `ConfigurationError` if a former name and the present one are both given.
+    """
+    present = dict(values)
+    for former in sorted(former_names.keys() & values.keys()):
+        name = former_names[former]
+        if name in values:
+            raise ConfigurationError(f"{former} is the former name of {name}, and both are set: unset {former}")
+        warnings.warn(f"setting {former} is now {name}; set {name} instead", DeprecationWarning, stacklevel=3)
+        present[name] = present.pop(former)
+    return present
+
+
+def former_names(spelt: Callable[[str], str]) -> dict[str, str]:
+    """Return the present name of each former one, as `spelt` makes it of a path."""
+    return {spelt(former): spelt(path) for former, path in FORMER_NAMES.items()}
+
+
 VARIABLES: Final = frozenset(variable_of(path) for path in fields_of(Settings))
 SECRET_VARIABLES: Final = frozenset(
-    variable_of(path) for path, field in fields_of(Settings).items() if SecretStr in get_args(field.annotation)
+    variable_of(path)
+    for path in (*fields_of(Settings), *FORMER_NAMES)
+    if SecretStr in get_args(fields_of(Settings)[FORMER_NAMES.get(path, path)].annotation)
 )
 
 
@@ -608,8 +640,15 @@ def secret_values(settings: BaseModel) -> Iterator[tuple[str, str]]:
                 yield from secret_values(group)
 
 
-def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
+def renamed_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the variables with the former name of a setting, each with the present one."""
+    present = former_names(variable_of)
+    return [(variable, present[variable.upper()]) for variable in sorted(environment) if variable.upper() in present]
+
+
+def unknown_variables(environment: Collection[str]) -> list[tuple[str, str]]:
     """Return prefixed variables that are not settings, each with the most similar setting."""
+    renamed = dict(renamed_variables(environment))
     return [
         (variable, variable_of(_nearest(variable[len(ENVIRONMENT_PREFIX) :], Settings)))
         for variable in sorted(environment)
@@ -617,7 +656,15 @@ def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
         and not variable.startswith(_TEST_PREFIX)
         and variable != SUPERVISOR_FD_VARIABLE
         and variable.upper() not in VARIABLES
+        and variable not in renamed
     ]
+
+
+def _former_names_in(kind: type[BaseModel]) -> dict[str, str]:
+    """Return the present name of each former one in a group, or of the general settings."""
+    group = next((name for name, field in Settings.model_fields.items() if field.annotation is kind), "")
+    paths = ((former.rpartition("."), path.rpartition(".")) for former, path in FORMER_NAMES.items())
+    return {former: name for (place, _, former), (_, _, name) in paths if place == group}
 
 
 def _nearest(name: str, kind: type[BaseModel]) -> str:

@@ -27,7 +27,7 @@ from pgoutbox.cli.databases import load_database, load_databases, look_everywher
 from pgoutbox.cli.program import app
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Operator
-from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
+from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, renamed_variables, unknown_variables
 
 T = TypeVar("T")
 
@@ -108,8 +108,10 @@ def read_settings(dsn: str | None, database: str | None = None, **overrides: obj
 
 
 def warn_of_unknown_variables() -> None:
-    """Warn of variables that look like a setting but are unknown, with the most similar one."""
+    """Warn of variables with a former name, and of unknown ones, with the most similar setting."""
     if SUPERVISOR_FD_VARIABLE not in os.environ:  # The supervisor has already warned.
+        for variable, name in renamed_variables(os.environ):
+            print_warning(f"setting {variable} is now {name}; set {name} instead")
         for variable, nearest in unknown_variables(os.environ):
             print_warning(f"unknown setting {variable}; did you mean {nearest}?")
 

@@ -12,14 +12,21 @@ from psycopg.conninfo import conninfo_to_dict
 from pgoutbox.doctor.findings import Finding, ok, problem, skipped, warning
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings, unknown_variables
+from pgoutbox.settings import Settings, renamed_variables, unknown_variables
 from pgoutbox.transports.redirect import RedirectRules
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Find unknown variables, and settings that are meant for testing."""
+    """Find variables with a former name, unknown ones, and settings that are meant for testing."""
+    for variable, name in renamed_variables(environment):
+        yield warning(
+            "renamed-setting",
+            f"setting {variable} is now {name}",
+            "a later version ignores the former name",
+            f"set {name} instead",
+        )
     for variable, nearest in unknown_variables(environment):
         yield warning(
             "unknown-setting",

@@ -23,6 +23,7 @@ from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
 from pgoutbox import migrate
+from pgoutbox import settings as settings_module
 from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
 from pgoutbox.cli.explain import explain
 from pgoutbox.cli.program import TASKS, app
@@ -278,6 +279,18 @@ class TestUsage:
         assert done.exit_code == 0
         assert done.err == ("warning: unknown setting PGOUTBOX_CONCURENCY; did you mean PGOUTBOX_CONCURRENCY?\n")
 
+    def test_a_former_variable_is_reported_with_the_present_one(
+        self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(settings_module, "FORMER_NAMES", {"slots": "concurrency"})
+        monkeypatch.setenv("PGOUTBOX_SLOTS", "5")
+        with pytest.warns(DeprecationWarning, match="PGOUTBOX_SLOTS is now PGOUTBOX_CONCURRENCY"):
+            done = cli("list")
+        assert done.exit_code == 0
+        assert done.err == (
+            "warning: setting PGOUTBOX_SLOTS is now PGOUTBOX_CONCURRENCY; set PGOUTBOX_CONCURRENCY instead\n"
+        )
+
     def test_a_misspelt_variable_is_reported_before_the_confirmation(
         self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -410,7 +423,7 @@ class TestMigrate:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (130, "")
-        assert err == "error: interrupted; nothing was changed; run `pgoutbox migrate` again\n"
+        assert err == "error: interrupted; the current revision was not applied; run `pgoutbox migrate` again\n"
         assert migrate.current(empty_dsn) is None
         assert run_process("migrate").exit_code == 0
 

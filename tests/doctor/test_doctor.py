@@ -22,6 +22,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
 from pgoutbox import Outbox, Topic, migrate
+from pgoutbox import settings as settings_module
 from pgoutbox.cli.commands import app
 from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_WORKER
 from pgoutbox.doctor import Finding, Level, Limits, examine
@@ -161,6 +162,12 @@ def posing(db: psycopg.Connection) -> None:
 def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> None:
     findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_HSOT": "x", "PGOUTBOX_TEST_DSN": "x", "PATH": "x"})
     expect(findings, Level.WARNING, "unknown-setting", "PGOUTBOX_SMTP_HSOT", "PGOUTBOX_SMTP_HOST")
+
+
+def test_a_former_name_of_a_setting_is_named_with_the_present_one(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "FORMER_NAMES", {"smtp.server": "smtp.host"})
+    findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_SERVER": "x"})
+    expect(findings, Level.WARNING, "renamed-setting", "PGOUTBOX_SMTP_SERVER", "PGOUTBOX_SMTP_HOST")
 
 
 def test_a_redirect_is_a_warning_and_an_invalid_one_is_a_problem(dsn: str) -> None:

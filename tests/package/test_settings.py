@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from pgoutbox import settings as settings_module
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import (
+    FORMER_NAMES,
     VARIABLES,
     Settings,
     SmtpSettings,
     WebSettings,
     fields_of,
     load_settings,
+    renamed_variables,
     unknown_variables,
     variable_of,
 )
@@ -320,3 +323,54 @@ def test_an_unknown_variable_of_a_group_does_not_prevent_reading_the_group(
     monkeypatch.setenv("PGOUTBOX_SMTP_HOST", "mx.test")
     assert (Settings().smtp.host, Settings().web) == ("mx.test", WebSettings())
     assert unknown_variables([variable, "PGOUTBOX_SMTP_HOST"]) == [(variable, nearest)]
+
+
+class TestFormerNames:
+    """A later version has renamed two settings."""
+
+    @pytest.fixture(autouse=True)
+    def _renamed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            settings_module, "FORMER_NAMES", {"host": "worker_name", "smtp.server": "smtp.host", "smtp.key": "dsn"}
+        )
+
+    def test_a_former_variable_sets_the_present_setting_and_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PGOUTBOX_SMTP_SERVER", "mx.test")
+        with pytest.warns(DeprecationWarning, match=r"^setting PGOUTBOX_SMTP_SERVER is now PGOUTBOX_SMTP_HOST; set"):
+            assert load_settings().smtp.host == "mx.test"
+
+    def test_a_setting_may_move_to_another_group_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("pgoutbox_smtp_key", "host=a")
+        with pytest.warns(DeprecationWarning, match="PGOUTBOX_SMTP_KEY is now PGOUTBOX_DSN"):
+            assert load_settings().require_dsn() == "host=a"
+
+    def test_both_names_at_once_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PGOUTBOX_SMTP_SERVER", "mx.test")
+        monkeypatch.setenv("PGOUTBOX_SMTP_HOST", "mx.test")
+        assert refusal() == (
+            "PGOUTBOX_SMTP_SERVER is the former name of PGOUTBOX_SMTP_HOST, and both are set: "
+            "unset PGOUTBOX_SMTP_SERVER"
+        )
+        with pytest.raises(ConfigurationError, match=r"^host is the former name of worker_name, and both are set"):
+            load_settings(host="a", worker_name="b")
+
+    def test_a_former_name_in_python_sets_the_present_setting_and_warns(self) -> None:
+        with pytest.warns(DeprecationWarning, match="^setting host is now worker_name; set worker_name instead$"):
+            assert load_settings(host="night").worker_name == "night"
+        with pytest.warns(DeprecationWarning, match="^setting server is now host; set host instead$"):
+            assert load_settings(smtp={"server": "mx.test"}).smtp.host == "mx.test"
+
+    @pytest.mark.filterwarnings("error")
+    def test_the_same_name_in_another_group_is_not_a_former_one(self) -> None:
+        assert SmtpSettings(host="mx.test").host == "mx.test"
+
+    def test_a_former_variable_is_not_unknown(self) -> None:
+        environment = ["PGOUTBOX_SMTP_SERVER", "PGOUTBOX_SMTP_SERVERS"]
+        assert renamed_variables(environment) == [("PGOUTBOX_SMTP_SERVER", "PGOUTBOX_SMTP_HOST")]
+        assert [variable for variable, _ in unknown_variables(environment)] == ["PGOUTBOX_SMTP_SERVERS"]
+
+
+def test_a_former_name_is_not_the_name_of_a_setting() -> None:
+    fields = fields_of(Settings)
+    assert not FORMER_NAMES.keys() & fields.keys()
+    assert {*FORMER_NAMES.values()} <= fields.keys()

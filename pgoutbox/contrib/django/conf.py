@@ -19,7 +19,15 @@ from psycopg.conninfo import make_conninfo
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.outbox import Outbox
-from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, fields_of, load_settings, variable_of
+from pgoutbox.settings import (
+    ENVIRONMENT_PREFIX,
+    Settings,
+    fields_of,
+    former_names,
+    load_settings,
+    variable_of,
+    with_present_names,
+)
 
 DATABASE: Final = "DATABASE"
 DELIVER_WITH: Final = "DELIVER_WITH"
@@ -96,9 +104,9 @@ def has_keys() -> bool:
 
 def given() -> dict[str, str]:
     """Return the values of PGOUTBOX by field, as text. Raises `ConfigurationError` for an unknown name."""
-    fields = {variable_of(path).removeprefix(ENVIRONMENT_PREFIX): path for path in fields_of(Settings)}
+    fields = {_name_of(path): path for path in fields_of(Settings)}
     values = _defaults()
-    for name, value in _mapping().items():
+    for name, value in with_present_names(_mapping(), former_names(_name_of)).items():
         if name in (DATABASE, DELIVER_WITH):
             continue
         if name in _REFUSED:
@@ -110,6 +118,10 @@ def given() -> dict[str, str]:
             raise ConfigurationError(f"PGOUTBOX[{name!r}]: must be text, a number or a boolean, as in the environment")
         values[fields[name]] = str(value)
     return values
+
+
+def _name_of(path: str) -> str:
+    return variable_of(path).removeprefix(ENVIRONMENT_PREFIX)
 
 
 def environment() -> dict[str, str]:
