@@ -51,7 +51,7 @@ from pgoutbox.transports.webhook.request import Webhook
 
 if TYPE_CHECKING:
     from pgoutbox.operations import Operator
-    from pgoutbox.worker import Worker, asend_directly, lifespan, send_directly
+    from pgoutbox.worker import MultiWorker, Worker, asend_directly, lifespan, send_directly
 
 # Public modules, besides this one. Most applications need none of them.
 PUBLIC_MODULES = (
@@ -92,6 +92,7 @@ __all__ = [
     "MessageNotFoundError",
     "Middleware",
     "MissingExtraError",
+    "MultiWorker",
     "NewMessage",
     "NotReadyError",
     "Notification",
@@ -137,7 +138,7 @@ def __getattr__(name: str) -> object:
         from pgoutbox.operations import Operator
 
         return Operator
-    if name in ("Worker", "asend_directly", "lifespan", "send_directly"):
+    if name in ("MultiWorker", "Worker", "asend_directly", "lifespan", "send_directly"):
         from pgoutbox import worker
 
         return getattr(worker, name)

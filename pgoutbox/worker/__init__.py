@@ -2,6 +2,7 @@
 
 from pgoutbox.worker.asgi import lifespan
 from pgoutbox.worker.direct import asend_directly, send_directly
+from pgoutbox.worker.multi_worker import MultiWorker
 from pgoutbox.worker.worker import Worker
 
-__all__ = ["Worker", "asend_directly", "lifespan", "send_directly"]
+__all__ = ["MultiWorker", "Worker", "asend_directly", "lifespan", "send_directly"]
