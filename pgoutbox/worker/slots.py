@@ -40,7 +40,8 @@ class Slots:
         for share in list(self._waiting):
             if not self.free_count:
                 return
-            if share.free_count:
+            # A share that leaves hands its slot on, so the others may have theirs already.
+            if share in self._waiting and share.free_count:
                 del self._waiting[share]
                 self.used_count += 1
                 share.is_granted = True
@@ -68,6 +69,7 @@ class Share:
         """Number of slots that it has taken."""
         self.is_granted = False
         """Whether a slot is kept for it, until it takes it."""
+        self._is_closed = False
 
     @property
     def free_count(self) -> int:
@@ -90,9 +92,10 @@ class Share:
         return True
 
     def give_back(self) -> None:
-        """Give a slot back."""
-        self.used_count -= 1
-        self._slots._note_free()
+        """Give a slot back, unless `close` has done so."""
+        if not self._is_closed:
+            self.used_count -= 1
+            self._slots._note_free()
 
     def leave(self) -> None:
         """Wait no longer, because there is no work."""
@@ -106,3 +109,4 @@ class Share:
         self.leave()
         while self.used_count:
             self.give_back()
+        self._is_closed = True
