@@ -1,8 +1,9 @@
 """Slots that the workers of several databases share, so that a process has one limit for its handlers.
 
 A worker may use four times as many slots as it leaves free, so that the first message of another database finds one:
-alone it has four fifths of them. The fewer are free, the fewer each may use, until all have the same number. Without a
-free slot, the workers that wait get the next ones in turn.
+alone it has four fifths of them. The fewer are free, the fewer each may use. The last ones are for workers that have
+fewer than another one, so that all get the same number. Without a free slot, the workers that wait get the next ones in
+turn.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ class Slots:
         """Number of taken slots."""
         self.lost_count = 0
         """Number of slots of handlers that outlived their attempts."""
+        self._using: set[Share] = set()
         self._waiting: dict[Share, None] = {}
 
     @property
     def free_count(self) -> int:
         """Number of free slots."""
         return self.count - self.used_count
+
+    @property
+    def most_used_count(self) -> int:
+        """The number of slots that one worker has at most."""
+        return max((share.used_count for share in self._using), default=0)
 
     def _hand_on(self) -> None:
         """Give the free slots to those that wait, in turn."""
@@ -75,9 +82,10 @@ class Share:
     def free_count(self) -> int:
         """How many more slots it may take now."""
         free = self._slots.free_count
-        fair = (_TIMES_FREE * free - self.used_count) // (1 + _TIMES_FREE)
-        least = 1 if free and not self.used_count else 0
-        return self.is_granted + max(least, fair)
+        fair = max(0, (_TIMES_FREE * free - self.used_count) // (1 + _TIMES_FREE))
+        if free and not fair:
+            fair = int(not self.used_count or self.used_count + 1 < self._slots.most_used_count)
+        return self.is_granted + fair
 
     def take(self) -> bool:
         """Take a slot. Without one, wait in turn."""
@@ -89,12 +97,15 @@ class Share:
             self._slots._wait(self)
             return False
         self.used_count += 1
+        self._slots._using.add(self)
         return True
 
     def give_back(self) -> None:
         """Give a slot back, unless `close` has done so."""
         if not self._is_closed:
             self.used_count -= 1
+            if not self.used_count:
+                self._slots._using.discard(self)
             self._slots._note_free()
 
     def leave(self) -> None:

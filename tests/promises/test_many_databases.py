@@ -335,3 +335,18 @@ def test_a_run_serves_all_databases_and_names_those_that_it_could_not(
     assert "not served, see the log: missing" in worker.log
     databases.remove("missing")
     assert start_fleet(mode).wait() == 0
+
+
+def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("big", "small")
+    databases.enqueue("big", "waits", 30)
+    worker = start_fleet(concurrency="5")
+    wait_until(lambda: databases.began() == ["big"] * 4, lambda: worker.log)
+    databases.enqueue("small", "waits")
+    wait_until(lambda: "small" in databases.began(), lambda: worker.log)
+    databases.enqueue("small", "waits")
+    # A slot is free now, and the backlog has three.
+    (databases.folder / f"go-{next(databases.folder.glob('began-big-*')).name}").touch()
+    wait_until(
+        lambda: databases.began() == [*["big"] * 4, *["small"] * 2], lambda: f"{databases.began()}\n{worker.log}"
+    )
