@@ -85,13 +85,10 @@ class MultiWorker:
         self._members: dict[str, _Member] = {}
         self._error: SlotsLostError | None = None
         self._trouble: str | None = None
+        self._ended: list[Worker] = []  # Workers that have ended before their handlers.
+        self._transports = complete(outbox.transports, settings)
+        self._shared: Shared
         self._read()
-        self._shared = Shared(
-            Slots(settings.concurrency),
-            AttemptThreads(settings.concurrency),
-            LeaseThread(),
-            complete(outbox.transports, settings),
-        )
 
     async def run(self) -> None:
         """Work until `stop()`. A database that cannot be served is left out, and tried again.
@@ -131,7 +128,8 @@ class MultiWorker:
     @property
     def has_running_handlers(self) -> bool:
         """Whether a handler still runs after the worker has ended: in a thread, or ignoring its cancellation."""
-        return any(member.worker.has_running_handlers for member in self._members.values())
+        workers = (*self._ended, *(member.worker for member in self._members.values()))
+        return any(worker.has_running_handlers for worker in workers)
 
     # --- the databases
 
@@ -158,8 +156,9 @@ class MultiWorker:
         for name, member in list(self._members.items()):
             if wanted.get(name) != member.dsn:
                 member.stop()
-                if member.task is None or member.task.done():
-                    del self._members[name]
+            if member.task is not None and member.task.done():
+                self._note_end(member.worker)
+                del self._members[name]
         await self._begin(wanted)
 
     async def _begin(self, wanted: Mapping[str, str]) -> None:
@@ -167,6 +166,8 @@ class MultiWorker:
             if name not in self._members and not self._stopping.is_set():
                 member = self._members[name] = _Member(name, dsn, self._new_worker(name, dsn))
                 member.task = asyncio.create_task(self._serve(member), name=f"pgoutbox-database-{name}")
+                # The name may have been listed again meanwhile, maybe with another DSN.
+                member.task.add_done_callback(lambda _: self._reading.set())
                 await _until(self._stopping, _START_PAUSE_SECONDS)
 
     def _new_worker(self, name: str, dsn: str) -> Worker:
@@ -174,7 +175,7 @@ class MultiWorker:
             self._outbox,
             settings=settings_of(self._settings, name, dsn),
             queues=self._queues,
-            transports=self._shared.transports,
+            transports=self._transports,
             _shared=self._shared,
         )
 
@@ -196,22 +197,30 @@ class MultiWorker:
                 member.refusal = None
             await _until(member.stopping, backoff.next())
             if not member.stopping.is_set():
+                self._note_end(member.worker)
                 member.worker = self._new_worker(member.name, member.dsn)
+
+    def _note_end(self, worker: Worker) -> None:
+        self._ended = [one for one in (*self._ended, worker) if one.has_running_handlers]
 
     # --- the work
 
     @contextlib.asynccontextmanager
     async def _at_work(self) -> AsyncIterator[None]:
-        own_default_threads(self._settings.concurrency + _LOOK_UP_THREADS)
+        count = self._settings.concurrency
+        own_default_threads(count + _LOOK_UP_THREADS)
+        self._shared = Shared(Slots(count), AttemptThreads(count), LeaseThread(), self._transports)
+        self._members = {}
         resting = asyncio.create_task(self._keep_resting(), name="pgoutbox-rest")
         try:
             yield
         finally:
-            self.stop()
+            for member in self._members.values():
+                member.stop()
             tasks = [member.task for member in self._members.values() if member.task is not None]
             await asyncio.gather(*tasks)
             resting.cancel()
-            for transport in {id(one): one for one in self._shared.transports.values()}.values():
+            for transport in {id(one): one for one in self._transports.values()}.values():
                 await transport.aclose()
             self._shared.lease_thread.stop()
             self._shared.threads.shutdown(wait=False, cancel_futures=True)
@@ -230,7 +239,7 @@ class MultiWorker:
 
         async def serve(member: _Member) -> None:
             async with turns:
-                if not self._stopping.is_set():
+                if not (self._stopping.is_set() or member.stopping.is_set()):
                     try:
                         await run(member.worker)
                     except SlotsLostError as error:

@@ -337,6 +337,47 @@ def test_a_run_serves_all_databases_and_names_those_that_it_could_not(
     assert start_fleet(mode).wait() == 0
 
 
+def test_a_database_that_is_removed_and_listed_again_is_served_again(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    databases.add("one", "two")
+    databases.enqueue("one", "waits")
+    worker = start_fleet()
+    wait_until(lambda: databases.began() == ["one"], lambda: worker.log)
+    dsn = databases.dsn("one")
+    databases.remove("one")
+    worker.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(worker.records("worker_stopping")) == 1, lambda: worker.log)
+    databases.list("one", dsn)
+    worker.send_signal(signal.SIGHUP)
+    databases.add("three")
+    worker.send_signal(signal.SIGHUP)
+    databases.enqueue("three")
+    until_handled(databases, worker, ["three single"])
+    databases.open_gate()
+    wait_until(lambda: len(worker.records("worker_stopped")) == 1, lambda: worker.log)
+    databases.enqueue("one")
+    until_handled(databases, worker, ["three single", "one waits", "one single"])
+    assert worker.stop() == 0
+
+
+def test_a_handler_that_outlives_its_database_does_not_keep_the_process_alive(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    databases.add("one", "two")
+    databases.enqueue("one", "waits")
+    worker = start_fleet(shutdown_grace_seconds="0")
+    wait_until(lambda: databases.began() == ["one"], lambda: worker.log)
+    databases.remove("one")
+    worker.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(worker.records("worker_stopped")) == 1, lambda: worker.log)
+    databases.add("three")
+    worker.send_signal(signal.SIGHUP)
+    databases.enqueue("three")
+    until_handled(databases, worker, ["three single"])
+    assert worker.stop() == 0
+
+
 def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, start_fleet: StartFleet) -> None:
     databases.add("big", "small")
     databases.enqueue("big", "waits", 30)
