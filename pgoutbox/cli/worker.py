@@ -102,7 +102,7 @@ def worker(
     if queues and not is_quiet and not has_many:
         _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
     if processes > 1:
-        raise typer.Exit(_supervise(settings, queues or [], processes, dsn=place.dsn))
+        raise typer.Exit(_supervise(settings, queues or [], processes, dsn=place.dsn, has_many=has_many))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"
     raise typer.Exit(
         run_worker(
@@ -117,7 +117,7 @@ def worker(
     )
 
 
-def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn: str | None) -> int:
+def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn: str | None, has_many: bool) -> int:
     from pgoutbox.worker.supervisor import supervise
 
     if dsn is not None:
@@ -134,7 +134,8 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
         arguments.append("--no-listen")
     if settings.worker_name is not None:
         arguments += ["--name", settings.worker_name]
-    return supervise(arguments, processes, environment_of=_environments(settings, processes))
+    environment_of = _environments(settings, processes)
+    return supervise(arguments, processes, environment_of=environment_of, passes_reloads=has_many)
 
 
 def _environments(settings: Settings, processes: int) -> Callable[[int], dict[str, str]]:

@@ -122,22 +122,33 @@ class _Child:
 
 
 def supervise(
-    arguments: Sequence[str], processes: int, *, environment_of: Callable[[int], Mapping[str, str]] = lambda _: {}
+    arguments: Sequence[str],
+    processes: int,
+    *,
+    environment_of: Callable[[int], Mapping[str, str]] = lambda _: {},
+    passes_reloads: bool = False,
 ) -> int:
     """Run `python -m pgoutbox worker ARGUMENTS` in several processes. Return the exit code.
 
     A process that dies is restarted, with growing pauses while it keeps dying. SIGTERM and SIGINT are passed on; a
     second signal kills. A process that exits with 0 is done. Exit code 2, a usage or configuration error, ends all
     processes. They stop by themselves if this process is killed. `environment_of` returns the extra variables of a
-    process, by its number from 0. A restarted process keeps the number.
+    process, by its number from 0. A restarted process keeps the number. With `passes_reloads` SIGHUP is passed on too,
+    for workers of several databases.
     """
-    return _Supervisor(arguments, processes, environment_of).run()
+    return _Supervisor(arguments, processes, environment_of, passes_reloads=passes_reloads).run()
 
 
 class _Supervisor:
     def __init__(
-        self, arguments: Sequence[str], processes: int, environment_of: Callable[[int], Mapping[str, str]]
+        self,
+        arguments: Sequence[str],
+        processes: int,
+        environment_of: Callable[[int], Mapping[str, str]],
+        *,
+        passes_reloads: bool,
     ) -> None:
+        self._passes_reloads = passes_reloads
         self._environment_of = environment_of
         self._watchdog_seconds = systemd.watchdog_seconds()
         self._command = [sys.executable, "-m", "pgoutbox", "worker", *arguments]
@@ -151,6 +162,8 @@ class _Supervisor:
     def run(self) -> int:
         former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        if self._passes_reloads:
+            former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, _: self._signal_all(number))
         former_wakeup = signal.set_wakeup_fd(self._event_writer, warn_on_full_buffer=False)
         try:
             self._start_due()

@@ -378,6 +378,17 @@ def test_a_handler_that_outlives_its_database_does_not_keep_the_process_alive(
     assert worker.stop() == 0
 
 
+def test_a_reload_of_several_processes_reads_the_list_again(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one")
+    worker = start_fleet("--processes", "2")
+    wait_until(lambda: len(worker.records("worker_started")) == 2, lambda: worker.log)
+    databases.add("two")
+    databases.enqueue("two")
+    worker.send_signal(signal.SIGHUP)
+    until_handled(databases, worker, ["two single"])
+    assert worker.stop() == 0
+
+
 def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, start_fleet: StartFleet) -> None:
     databases.add("big", "small")
     databases.enqueue("big", "waits", 30)
