@@ -88,6 +88,8 @@ class MultiWorker:
         self._ended: list[Worker] = []  # Workers that have ended before their handlers.
         self._transports = complete(outbox.transports, settings)
         self._shared: Shared
+        if settings.listen_dsn is not None:
+            raise ConfigurationError("PGOUTBOX_LISTEN_DSN: cannot be set with several databases, each has its listener")
         self._read()
 
     async def run(self) -> None:

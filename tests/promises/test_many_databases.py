@@ -389,6 +389,14 @@ def test_a_reload_of_several_processes_reads_the_list_again(databases: Databases
     assert worker.stop() == 0
 
 
+def test_a_listener_of_one_database_is_refused_for_several(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    databases.enqueue("two")
+    worker = start_fleet(listen_dsn=databases.dsn("one"))
+    assert worker.wait() == 2
+    assert "PGOUTBOX_LISTEN_DSN" in worker.log
+
+
 def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, start_fleet: StartFleet) -> None:
     databases.add("big", "small")
     databases.enqueue("big", "waits", 30)
