@@ -26,6 +26,7 @@ from pgoutbox.worker.leases import LeaseThread
 from pgoutbox.worker.run import Shared
 from pgoutbox.worker.slots import Slots, SlotsLostError
 from pgoutbox.worker.threads import AttemptThreads, own_default_threads
+from pgoutbox.worker.transactional.django_orm import DjangoConnections
 from pgoutbox.worker.worker import Worker
 
 _log = logging.getLogger("pgoutbox.worker")
@@ -211,7 +212,8 @@ class MultiWorker:
     async def _at_work(self) -> AsyncIterator[None]:
         count = self._settings.concurrency
         own_default_threads(count + _LOOK_UP_THREADS)
-        self._shared = Shared(Slots(count), AttemptThreads(count), LeaseThread(), self._transports)
+        django = DjangoConnections.in_use()
+        self._shared = Shared(Slots(count), AttemptThreads(count), LeaseThread(), self._transports, django)
         self._members = {}
         resting = asyncio.create_task(self._keep_resting(), name="pgoutbox-rest")
         try:
@@ -224,6 +226,8 @@ class MultiWorker:
             resting.cancel()
             for transport in {id(one): one for one in self._transports.values()}.values():
                 await transport.aclose()
+            if django is not None:
+                await django.close()
             self._shared.lease_thread.stop()
             self._shared.threads.shutdown(wait=False, cancel_futures=True)
         if self._error is not None:

@@ -71,12 +71,13 @@ _LOOK_UP_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the workers of several databases share: the slots, the threads, and the transports."""
+    """What the workers of several databases share: the slots, the threads with their connections, the transports."""
 
     slots: Slots
     threads: AttemptThreads
     lease_thread: LeaseThread
     transports: Mapping[str, Transport]
+    django: DjangoConnections | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ class WorkerRun:
             own_topics=setup.own_topics,
             is_one_of_many=setup.shared is not None,
         )
-        self._django = DjangoConnections.in_use()
+        self._django = DjangoConnections.in_use() if setup.shared is None else setup.shared.django
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._maintenance = Maintenance(settings, store, telemetry)
@@ -409,7 +410,7 @@ class WorkerRun:
         shared = self._setup.shared
         await self.executor.close(keeps=() if shared is None else tuple(shared.transports.values()))
         await self._presence.end(self.breakers.memory)
-        if self._django is not None:
+        if self._django is not None and shared is None:
             await self._django.close()
         await self.state.store.close()
 

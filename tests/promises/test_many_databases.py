@@ -410,3 +410,56 @@ def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, 
     wait_until(
         lambda: databases.began() == [*["big"] * 4, *["small"] * 2], lambda: f"{databases.began()}\n{worker.log}"
     )
+
+
+_DJANGO = """
+    import os
+    from pathlib import Path
+
+    import django
+    from django.conf import settings
+    from django.db import connection
+
+    folder = Path(os.environ["FOLDER"])
+    settings.configure(
+        DATABASES={
+            "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(folder / "orm"), "CONN_MAX_AGE": None}
+        }
+    )
+    django.setup()
+"""
+_ORM_HANDLER = """
+    @outbox.handler("orm")
+    def orm(message, context):
+        connection.ensure_connection()
+        session = connection.connection
+        if message.database == "two":
+            waits(message, context)
+        with (folder / "handled").open("a") as handled:
+            handled.write(f"{message.database} {'kept' if connection.connection is session else 'closed'} 0\\n")
+"""
+
+
+def test_the_end_of_one_database_closes_no_orm_connection_of_another(
+    databases: Databases, start_worker: StartWorker
+) -> None:
+    databases.add("one", "two")
+    databases.enqueue("one", "orm")
+    worker = start_worker(
+        _DJANGO + _APPLICATION + _ORM_HANDLER,
+        environment={"FOLDER": str(databases.folder)},
+        dsn=None,
+        dsns=str(databases.file),
+        concurrency="1",
+        **_ONLY_TOLD,
+    )
+    until_handled(databases, worker, ["one kept"])
+    wait_until(lambda: len(worker.records("worker_started")) == 2, lambda: worker.log)
+    databases.enqueue("two", "orm")
+    wait_until(lambda: databases.began() == ["two"], lambda: worker.log)
+    databases.remove("one")
+    worker.send_signal(signal.SIGHUP)
+    wait_until(lambda: len(worker.records("worker_stopped")) == 1, lambda: worker.log)
+    databases.open_gate()
+    until_handled(databases, worker, ["one kept", "two orm", "two kept"])
+    assert worker.stop() == 0
