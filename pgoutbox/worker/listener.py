@@ -67,6 +67,7 @@ class _Listener:
         self._is_pooled = False
         self._purpose = "listen"
         self._lend: Callable[[bool], None] = lambda _: None
+        self._borrower: WorkerConnection | None = None
 
     def lends_to(self, borrower: WorkerConnection, lender: Lender) -> None:
         """Let another connection of the worker be this one, while it leads to the server directly."""
@@ -74,13 +75,15 @@ class _Listener:
         def lend(is_direct: bool) -> None:  # noqa: FBT001
             borrower.lender = lender if is_direct else None
 
-        self._purpose, self._lend = borrower.purpose, lend
+        self._purpose, self._lend, self._borrower = borrower.purpose, lend, borrower
 
     async def connect(self) -> Connection | None:
         """Open a connection that keeps its session, and breaks if the server does not answer in time.
 
         Otherwise locks would stay in the pool, with nobody listening.
         """
+        if self._borrower is not None:
+            await self._borrower.rest(0.0)  # The server may have room for one of them.
         connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
         self._lend(is_direct)
         if is_direct:

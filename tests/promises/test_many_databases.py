@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
+from psycopg.sql import SQL, Identifier
 
 from pgoutbox import migrate
 from tests.support.waiting import wait_until
@@ -410,6 +413,28 @@ def test_a_small_database_gets_its_share_beside_a_backlog(databases: Databases, 
     wait_until(
         lambda: databases.began() == [*["big"] * 4, *["small"] * 2], lambda: f"{databases.began()}\n{worker.log}"
     )
+
+
+def test_a_database_with_room_for_one_session_is_served_by_a_listener(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    databases.add("one")
+    role = f"one_session_{time.time_ns()}"
+    session = databases["one"]
+    session.execute(SQL("CREATE ROLE {} LOGIN IN ROLE pgoutbox_worker CONNECTION LIMIT 1").format(Identifier(role)))
+    databases.list("one", make_conninfo(databases.dsn("one"), user=role))
+    worker = start_fleet()
+    try:
+        for count in (1, 2):
+            databases.enqueue("one")
+            until_handled(databases, worker, ["one single"] * count)
+            wait_until(lambda: worker.records("worker_started"), lambda: worker.log)
+            assert databases.sessions() == [("one", 1)]
+        assert worker.records("listener_lost") == []
+        assert worker.stop() == 0
+    finally:
+        worker.end()
+        session.execute(SQL("DROP ROLE {}").format(Identifier(role)))
 
 
 _DJANGO = """
