@@ -79,7 +79,7 @@ class Process:
         assert [share.used_count for share in shares] == [member.running for member in self.members]
 
     def finish(self) -> None:
-        """End all work. Fail if a worker waits for ever."""
+        """End all work. Fail if a worker never gets a slot."""
         while left := [member for member in self.members if member.ready or member.running]:
             before = sum(member.ready + member.running for member in left)
             for member in left:
