@@ -289,12 +289,14 @@ class WorkerRun:
                 await _end(background[:1])  # The worker is present until its handlers have ended.
             finally:
                 await self._close()
-            self._telemetry.report(
-                logging.DEBUG if self._ends_by_itself else logging.INFO,
-                LogEvent.WORKER_STOPPED,
-                "worker stopped",
-                worker=self.state.store.worker,
-            )
+            # One of several databases that cannot be served is tried again and again.
+            if self._is_started or self._setup.shared is None:
+                self._telemetry.report(
+                    logging.DEBUG if self._ends_by_itself else logging.INFO,
+                    LogEvent.WORKER_STOPPED,
+                    "worker stopped",
+                    worker=self.state.store.worker,
+                )
         if self.state.error is not None:
             raise self.state.error
 

@@ -239,6 +239,7 @@ def test_a_database_that_cannot_be_served_harms_no_other(
             lambda: {one["database"] for one in worker.records("database_left_out")} == {"bare", "missing", "dead"},
             lambda: worker.log,
         )
+        assert worker.records("worker_stopped") == []
         databases.enqueue("good")
         until_handled(databases, worker, ["good single"] * 2)
     migrate.upgrade(databases.dsn("bare"))
