@@ -89,8 +89,6 @@ class MultiWorker:
         self._ended: list[Worker] = []  # Workers that have ended before their handlers.
         self._transports = complete(outbox.transports, settings)
         self._shared: Shared
-        if settings.listen_dsn is not None:
-            raise ConfigurationError("PGOUTBOX_LISTEN_DSN: cannot be set with several databases, each has its listener")
         self._read()
 
     async def run(self) -> None:
@@ -190,8 +188,9 @@ class MultiWorker:
             try:
                 await member.worker.run()
             except SlotsLostError as error:
-                self._error = error
-                self.stop()
+                if not self._stopping.is_set():  # Otherwise they have outlived the grace time.
+                    self._error = error
+                    self.stop()
                 return
             except Exception as error:  # noqa: BLE001 - the others go on
                 member.note_refusal(error)

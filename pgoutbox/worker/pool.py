@@ -135,6 +135,7 @@ class AttemptPool:
         self._slots: list[_Slot] = []
         self._shared = slots
         self._share = None if slots is None else Share(slots, self._use_slot)
+        self._late: Sequence[asyncio.Task[None]] = ()  # They wait for handlers that run on after the end of the pool.
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
         self._stopping = False
@@ -225,9 +226,23 @@ class AttemptPool:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        if self._share is not None:
-            self._share.close()
+        if self._share is not None and self._shared is not None:
+            self._leave_slots(self._share, self._shared)
         self._measure()
+
+    def _leave_slots(self, share: Share, shared: Slots) -> None:
+        """Give the shared slots back. Handlers that still run keep theirs, and the shared threads that they block."""
+
+        async def return_late(slot: _Slot) -> None:
+            await asyncio.wait([slot.task])
+            await slot.threads_end()
+            share.return_kept()
+
+        hung = [slot for slot in self._slots if slot.runs_in_thread or not slot.task.done()]
+        share.close(kept_count=len(hung))
+        self._late = [asyncio.create_task(return_late(slot), name="pgoutbox-late") for slot in hung]
+        if hung and shared.has_lost_half:
+            self._run.stop(SlotsLostError(_HALF_LOST))
 
     def _note_measure(self, work: Work, began_at: float, ended_at: float, measured: list[Attempted]) -> None:
         if not measured:
@@ -416,7 +431,7 @@ class AttemptPool:
     def _has_lost_half(self) -> bool:
         if self._shared is None:
             return len(self._outlived) * 2 >= self._concurrency
-        return self._shared.lost_count * 2 >= self._shared.count
+        return self._shared.has_lost_half
 
     def _may_suspend(self, topic: str) -> bool:
         # A worker without another topic to deliver goes on until it has lost half of its slots: it must not idle.

@@ -38,6 +38,11 @@ class Slots:
         return self.count - self.used_count
 
     @property
+    def has_lost_half(self) -> bool:
+        """Whether handlers that do not return have half of the slots."""
+        return self.lost_count * 2 >= self.count
+
+    @property
     def most_used_count(self) -> int:
         """The number of slots that one worker has at most."""
         return max((share.used_count for share in self._using), default=0)
@@ -103,10 +108,13 @@ class Share:
     def give_back(self) -> None:
         """Give a slot back, unless `close` has done so."""
         if not self._is_closed:
-            self.used_count -= 1
-            if not self.used_count:
-                self._slots._using.discard(self)
-            self._slots._note_free()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self.used_count -= 1
+        if not self.used_count:
+            self._slots._using.discard(self)
+        self._slots._note_free()
 
     def leave(self) -> None:
         """Wait no longer, because there is no work."""
@@ -115,9 +123,15 @@ class Share:
             self.is_granted = False
             self._slots._note_free()
 
-    def close(self) -> None:
-        """Give all slots back: those of handlers that still run do not count for the workers of other databases."""
+    def close(self, *, kept_count: int = 0) -> None:
+        """Give all slots back, except those of so many handlers that still run: they are lost until `return_kept`."""
         self.leave()
-        while self.used_count:
+        while self.used_count > kept_count:
             self.give_back()
+        self._slots.lost_count += self.used_count
         self._is_closed = True
+
+    def return_kept(self) -> None:
+        """Give back the slot of a handler that has ended after `close`."""
+        self._slots.lost_count -= 1
+        self._give_back()

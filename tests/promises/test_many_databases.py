@@ -489,3 +489,19 @@ def test_the_end_of_one_database_closes_no_orm_connection_of_another(
     databases.open_gate()
     until_handled(databases, worker, ["one kept", "two orm", "two kept"])
     assert worker.stop() == 0
+
+
+def test_hung_handlers_of_databases_that_are_gone_keep_their_slots_until_the_process_has_to_end(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    """They also keep the threads that all databases share."""
+    databases.add("one", "two", "three")
+    worker = start_fleet(concurrency="4", shutdown_grace_seconds="0")
+    for number, name in enumerate(("one", "two"), start=1):
+        databases.enqueue(name, "waits")
+        wait_until(lambda name=name: name in databases.began(), lambda: worker.log)  # type: ignore[misc]
+        databases.remove(name)
+        worker.send_signal(signal.SIGHUP)
+        wait_until(lambda number=number: len(worker.records("worker_stopped")) >= number, lambda: worker.log)  # type: ignore[misc]
+    assert worker.wait() == 1
+    assert "half of the slots are held by handlers" in worker.log

@@ -43,18 +43,24 @@ class Process:
         self.random = random.Random(seed)
         self.slots = Slots(self.random.choice([1, 2, 3, 5, 8, 20]))
         self.members = [Member(self.slots) for _ in range(self.random.choice([1, 2, 3, 7]))]
+        self.hung: list[Share] = []
 
     def act(self) -> None:
         """Let one worker do something."""
         number = self.random.randrange(len(self.members))
         member = self.members[number]
         match self.random.randrange(60):
-            case 0:  # Its database is removed, and its handlers end after it.
-                member.share.close()
+            case 0:  # Its database is removed. Some handlers end after it, and some hang.
+                hung_count = self.random.randint(0, member.running)
+                member.share.close(kept_count=hung_count)
+                self.hung += [member.share] * hung_count
                 self.members[number] = Member(self.slots)
                 member.ready = 0
+                member.running -= hung_count
                 while member.running:
                     member.end_one()
+            case 11 | 12 if self.hung:
+                self.hung.pop(self.random.randrange(len(self.hung))).return_kept()
             case 1 | 2 | 3 | 4 | 5:  # Its messages are released.
                 member.ready = 0
             case 6 | 7 | 8 | 9 | 10:
@@ -74,12 +80,15 @@ class Process:
     def check(self) -> None:
         """Fail if a slot is lost or used twice."""
         shares = [member.share for member in self.members]
-        taken_count = sum(share.used_count + share.is_granted for share in shares)
+        taken_count = sum(share.used_count + share.is_granted for share in shares) + len(self.hung)
+        assert len(self.hung) == self.slots.lost_count
         assert taken_count == self.slots.used_count <= self.slots.count
         assert [share.used_count for share in shares] == [member.running for member in self.members]
 
     def finish(self) -> None:
         """End all work. Fail if a worker never gets a slot."""
+        while self.hung:
+            self.hung.pop().return_kept()
         while left := [member for member in self.members if member.ready or member.running]:
             before = sum(member.ready + member.running for member in left)
             for member in left:
