@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import psycopg
 
 from benchmarks.cpu import cpu_seconds_of_server
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import answer_of
-from benchmarks.report import Result, Table
+from benchmarks.report import Cell, Result, Table, median
 from benchmarks.server import Server, empty_outbox, settle
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
@@ -66,15 +66,21 @@ _VARIANTS: Sequence[_Variant] = (
 
 
 def run(server: Server, options: Options) -> Result:
-    """Measure each variant in a database of its own."""
-    rows = [_measure(server, variant, options.scale_messages) for variant in _VARIANTS]
+    """Measure each variant in a database of its own, and take the medians of the rounds."""
+    found: dict[str, list[tuple[float, ...]]] = {variant.name: [] for variant in _VARIANTS}
+    for turn in range(options.peer_rounds):
+        for variant in rotated(_VARIANTS, turn):
+            found[variant.name].append(_measure(server, variant, options.scale_messages))
+    rows: list[tuple[Cell, ...]] = [
+        (name, *(median(values) for values in zip(*measured, strict=True))) for name, measured in found.items()
+    ]
     result = Result("scale", settings={"messages": options.scale_messages, "ordering keys": _ORDERING_KEYS})
     columns = ("payload and key", "enqueued/s", "delivered/s", "server us", "WAL bytes", "disk bytes")
     result.tables.append(Table("by payload and key", columns, rows))
     return result
 
 
-def _measure(server: Server, variant: _Variant, count: int) -> tuple[str | float, ...]:
+def _measure(server: Server, variant: _Variant, count: int) -> tuple[float, ...]:
     if variant.size >= _LARGE_BYTES:
         count //= _LARGE_SHARE
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
@@ -95,7 +101,7 @@ def _measure(server: Server, variant: _Variant, count: int) -> tuple[str | float
         settle(connection, *_TABLES)
         disk_bytes = _disk_bytes(connection) - disk
     rates = count / enqueue_seconds, count / seconds
-    return (variant.name, *rates, 1e6 * cpu_seconds / count, wal_bytes / count, disk_bytes / count)
+    return (*rates, 1e6 * cpu_seconds / count, wal_bytes / count, disk_bytes / count)
 
 
 def _enqueue(connection: psycopg.Connection[tuple[object, ...]], variant: _Variant, count: int) -> None:

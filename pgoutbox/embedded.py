@@ -114,14 +114,13 @@ def _guard_command(binaries: Path, data: Path, home: Path, *, durable: bool, kee
         "port": str(_PORT),
         "unix_socket_directories": str(home),
         "unix_socket_permissions": "0700",
-        "max_connections": "200",
     }
     if not durable:
         settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
     options = shlex.join(word for name, value in settings.items() for word in ("-c", f"{name}={value}"))
     initdb = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-instructions"]
     # The built-in provider sorts the same on every operating system; glibc's C.UTF-8 does not exist on macOS.
-    initdb += ["--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
+    initdb += ["--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8", "--set=max_connections=200"]
     if not (durable and keep):
         initdb.append("--no-sync")
     stop_mode = "fast" if keep else "immediate"  # Temporary data needs no last checkpoint.
