@@ -1064,7 +1064,8 @@ class TestLooking:
         put(database, State.SENT, queue="mail", destination="mailto:ada@example.org")
         database.execute(
             "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error, holds)"
-            " SELECT 'smtp:mx', now(), 60, 'w', 'no', ARRAY[pgoutbox._hold_of(m.queue, m.topic, m.destination)]"
+            " SELECT 'smtp:mx', now(), 60, 'w', 'no',"
+            " ARRAY[pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination)]"
             " FROM pgoutbox.message AS m WHERE m.id = %s",
             [held],
         )

@@ -1183,7 +1183,7 @@ class TestDue:
         db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('paused', now())")
         db.execute(
             "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
-            " VALUES (%s, ARRAY[pgoutbox._hold_of(%s, %s, %s)], now(), now(), 60, %s, %s)",
+            " VALUES (%s, ARRAY[pgoutbox._hold_of(%s, %s, 1::smallint, %s)], now(), now(), 60, %s, %s)",
             ("smtp:mx", "crowded", "mail", "smtp:x", "w", "refused"),
         )
         failed = put(db, State.FAILED, ordering_key="k", queue="bookings")
@@ -1229,7 +1229,8 @@ class TestDue:
                 enqueue(db, destination=destination)
             db.execute(
                 "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
-                " SELECT %s, ARRAY[pgoutbox._hold_of(queue, topic, destination)], now(), now(), 60, 'w', 'no ' || %s"
+                " SELECT %s, ARRAY[pgoutbox._hold_of(queue, topic, payload_version, destination)],"
+                " now(), now(), 60, 'w', 'no ' || %s"
                 " FROM pgoutbox.message WHERE destination = %s LIMIT 1",
                 (key, key, destination),
             )

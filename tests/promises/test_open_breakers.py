@@ -47,6 +47,9 @@ APPLICATION: Final = """
     @outbox.handler("pgoutbox.alert")
     async def alert(message: Message, ctx: Context) -> None: ...
 """
+LATER_APPLICATION: Final = APPLICATION.replace(
+    '@outbox.handler("notice")', '@outbox.handler(Topic("notice", version=2))'
+)
 # Messages that a worker may have claimed when the breaker opens: slots, surplus and two batches.
 IN_FLIGHT: Final = 60
 
@@ -69,7 +72,7 @@ def silent_ports() -> Iterator[Sequence[int]]:
 def start(start_worker: StartWorker, mail_port: int) -> Callable[..., WorkerProcess]:
     """Start a worker whose mail server may be dead; its breaker probes twice a second."""
 
-    def start(*queues: str, hook_port: int = 443, **settings: str) -> WorkerProcess:
+    def start(*queues: str, hook_port: int = 443, application: str = APPLICATION, **settings: str) -> WorkerProcess:
         told: dict[str, Any] = {
             "concurrency": "10",
             "batch_size": "10",
@@ -84,7 +87,7 @@ def start(start_worker: StartWorker, mail_port: int) -> Callable[..., WorkerProc
             "breaker_max_cooldown_seconds": "0.5",
         }
         named = [argument for queue in queues for argument in ("--queue", queue)]
-        return start_worker(APPLICATION, *named, **told | settings)
+        return start_worker(application, *named, **told | settings)
 
     return start
 
@@ -111,8 +114,17 @@ def enqueue(
     key = options.pop("ordering_key", None)
     db.execute(
         "SELECT pgoutbox.enqueue(%s, '{}', queue => %s, destination => %s,"
-        " ordering_key => %s::text || n, expires_after => %s::interval) FROM generate_series(1, %s) AS n",
-        (topic, queue, destination, key, options.pop("expires_after", None), count),
+        " ordering_key => %s::text || n, expires_after => %s::interval, payload_version => %s)"
+        " FROM generate_series(1, %s) AS n",
+        (
+            topic,
+            queue,
+            destination,
+            key,
+            options.pop("expires_after", None),
+            options.pop("payload_version", 1),
+            count,
+        ),
     )
     assert not options
 
@@ -322,6 +334,26 @@ async def test_the_only_message_behind_a_breaker_is_its_next_probe(
     await probes(worker, 2)
     async with accepting_server(port=mail_port):
         await become(lambda: count(db, "state = 'sent' AND topic = 'notice'") == 1, lambda: worker.log[-500:])
+
+
+async def test_a_worker_that_does_not_know_their_payload_version_leaves_messages_behind_a_breaker_to_others(
+    db: psycopg.Connection, start: Callable[..., WorkerProcess]
+) -> None:
+    enqueue(db, 500, payload_version=2)
+    later = start("mail", application=LATER_APPLICATION)
+    await probes(later, 1)
+    assert later.stop() == 0
+    is_over = "SELECT bool_and(retry_at < now()) FROM pgoutbox.breaker_view"
+    await become(lambda: db.execute(is_over).fetchone() == (True,), lambda: later.log)
+    earlier = start("mail")
+    for number in (1, 2, 3):
+        enqueue(db, 1, topic="text", destination=None)
+        await become(lambda sent=number: count(db, "topic = 'text' AND state = 'sent'") == sent, lambda: earlier.log)  # type: ignore[misc]
+    assert holds(db) == ["mail notice@2 mailto"]
+    claimed = claims_of(db, "topic = 'notice'")
+    later = start("mail", application=LATER_APPLICATION)
+    failed = await probes(later, 2)
+    assert claims_of(db, "topic = 'notice'") <= claimed + failed + 1
 
 
 async def test_a_lost_worker_leaves_the_probe_to_another_one(

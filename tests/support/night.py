@@ -21,7 +21,7 @@ INSERT INTO pgoutbox.worker (name, queues, topics, version, slots) VALUES ('work
 _BREAKER: Final = """
 INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)
 VALUES (
-    %s, ARRAY[pgoutbox._hold_of('mail', 'mail.digest', 'mailto:x')], now() - interval '50 min',
+    %s, ARRAY[pgoutbox._hold_of('mail', 'mail.digest', 1::smallint, 'mailto:x')], now() - interval '50 min',
     now() + interval '10 min', 600, 'worker-1', 'ConnectionRefusedError: port 25 refuses connections'
 )
 """

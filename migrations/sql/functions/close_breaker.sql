@@ -25,7 +25,7 @@ BEGIN
     WHERE freed <> '{}'
         AND m.state = 'pending'
         AND m.available_at <= now() + interval '1 second'
-        AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = ANY (freed);
+        AND pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) = ANY (freed);
     message_count := freed_count
         + pgoutbox._make_due('breaker_key', close_breaker.key, now() + interval '1 second', close_breaker.at_most);
     IF message_count > 0 AND NOT was_open AND pgoutbox._is_act() THEN

@@ -12,7 +12,8 @@ CREATE TABLE pgoutbox.breaker (
     probe_until      timestamptz, -- When that probe counts as lost and another one may be sent.
     worker           text             NOT NULL, -- The worker that opened the breaker or sent the last probe.
     last_error       text             NOT NULL, -- Error message, cut at 4000 characters.
-    -- Messages that wait behind it unclaimed: each a queue, a topic, and the scheme or web host of their destinations.
+    -- Messages that wait behind it unclaimed: each a queue, a topic with its later version, and the scheme or web host of their
+    -- destinations.
     holds            text[]           NOT NULL DEFAULT '{}',
     CONSTRAINT breaker_sound CHECK (cooldown_seconds > 0 AND (probe_id IS NULL) = (probe_until IS NULL))
 );

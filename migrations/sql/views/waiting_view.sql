@@ -51,7 +51,7 @@ SELECT
         ELSE CASE WHEN m.available_at > now() THEN m.available_at END
     END AS until
 FROM pgoutbox.message_live AS m
-LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.destination)
+LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination)
 LEFT JOIN control ON control.name = m.queue
 LEFT JOIN pgoutbox.topic_pause_view AS pause ON pause.topic = m.topic
 LEFT JOIN pgoutbox.key_head AS head

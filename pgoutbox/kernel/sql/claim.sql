@@ -7,23 +7,23 @@
 -- ordering key is the one after which the next page begins, '' if no key follows. The row is missing if the limits cut
 -- the page.
 -- A claim that reads neither leaves out the parts in brackets: even unused they would make it slower by a third.
--- A breaker is open while it has a row. Its holds are texts: queue, topic, and scheme or host, with spaces between
--- them. A claim leaves out the messages of these holds, unless they end: expired, superseded or cancelled. After the
--- pause of a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one message behind it, and
--- with it the probe. If none can be claimed, it removes their hold.
+-- A breaker is open while it has a row. Its holds are texts: queue, topic with a later version, and scheme or host, with
+-- spaces between them. A claim leaves out the messages of these holds, unless they end: expired, superseded or
+-- cancelled. After the pause of a breaker, a claim with the parts `probe` in place of `lanes` begins the attempt of one
+-- message behind it, and with it the probe. If none can be claimed, it removes their hold.
 -- The messages of a paused topic are left out in the same way.
 -- Guards: row locks; the place of the row in the UPDATE; the unique indexes on keys in flight.
 WITH
 -- [probe
 paused AS MATERIALIZED (
     -- One hold of those that may be probed, at random: each gets its turn, however many breakers are open.
-    SELECT b.key, held.hold, split_part(held.hold, ' ', 1) AS queue, split_part(held.hold, ' ', 2) AS topic
+    SELECT b.key, held.hold, split_part(held.hold, ' ', 1) AS queue
     FROM pgoutbox.breaker AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
     WHERE b.retry_at <= now() AND (b.probe_until IS NULL OR b.probe_until <= now())
         AND split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
         -- A paused topic keeps its holds.
-        AND split_part(held.hold, ' ', 2) <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
+        AND split_part(split_part(held.hold, ' ', 2), '@', 1) <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
         -- A queue that is paused or has no permit keeps its holds. The array is made once, and not for each hold.
         AND split_part(held.hold, ' ', 1) = ANY (ARRAY(
             SELECT q.name FROM unnest(%(queues)s::text[]) AS q(name) WHERE pgoutbox.next_permit_at(q.name) IS NULL
@@ -62,8 +62,8 @@ judged AS MATERIALIZED (
             ) AS sibling ON true
             WHERE m.queue = h.queue AND m.lane = lane.number AND m.ordering_key IS NULL
                 AND m.available_at <= now() AND m.state = 'pending'
-                AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
-                AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
+                -- It has the name of a topic that this worker handles.
+                AND pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) = h.hold
                 AND (m.expires_at <= now()) IS NOT TRUE AND head.newest_id IS NULL AND sibling.id IS NULL
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.cancel_request AS c
@@ -82,8 +82,8 @@ judged AS MATERIALIZED (
             WHERE m.queue = h.queue AND m.ordering_key IS NOT NULL
                 -- `> '-infinity'` is always true: it permits the index message_live_ordered_due.
                 AND m.available_at <= now() AND m.available_at > '-infinity' AND m.state = 'pending'
-                AND m.topic = h.topic AND pgoutbox._hold_of(m.queue, m.topic, m.destination) = h.hold
-                AND pgoutbox._handled_as(m.topic, m.payload_version) = ANY (%(topics)s::text[])
+                -- It has the name of a topic that this worker handles.
+                AND pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) = h.hold
                 AND (m.expires_at <= now()) IS NOT TRUE
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.cancel_request AS c
@@ -193,7 +193,7 @@ judged AS MATERIALIZED (
                     AND (
                         (
                             m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
-                            AND pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                            AND pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) NOT IN (
                                 SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
                             )
                         )
@@ -267,7 +267,7 @@ judged AS MATERIALIZED (
                         AND (
                             (
                                 m.topic <> ALL (ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p))
-                                AND pgoutbox._hold_of(m.queue, m.topic, m.destination) NOT IN (
+                                AND pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) NOT IN (
                                     SELECT unnest(b.holds) FROM pgoutbox.breaker AS b
                                 )
                             )

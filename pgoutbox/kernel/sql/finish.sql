@@ -18,7 +18,7 @@ held AS MATERIALIZED (
     SELECT
         o.id, m.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.error_place,
         -- [holds
-        breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.destination) AS hold,
+        breaker.holds, pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) AS hold,
         -- Without the row of its breaker, a message is tried again in a few seconds: then it joins the hold, or the
         -- breaker has closed. Not at once: while another session has locked the row, that would be a loop.
         CASE

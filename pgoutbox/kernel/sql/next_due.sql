@@ -21,7 +21,7 @@ WITH paused AS MATERIALIZED (
         array_agg(held.hold) AS holds,
         min(greatest(b.retry_at, b.probe_until)) FILTER (
             WHERE split_part(held.hold, ' ', 2) = ANY (%(topics)s::text[])
-                AND split_part(held.hold, ' ', 2) <> ALL (p.topics)
+                AND split_part(split_part(held.hold, ' ', 2), '@', 1) <> ALL (p.topics)
         ) AS probe_at
     FROM pgoutbox.breaker AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
@@ -77,7 +77,10 @@ CROSS JOIN LATERAL (
                     AND (
                         m.available_at > asked.soon
                         OR (
-                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            (
+                                asked.holds IS NULL
+                                OR pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) <> ALL (asked.holds)
+                            )
                             AND m.topic <> ALL (asked.paused_topics)
                         )
                     )
@@ -91,7 +94,10 @@ CROSS JOIN LATERAL (
                     AND (
                         m.available_at > asked.soon
                         OR (
-                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            (
+                                asked.holds IS NULL
+                                OR pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) <> ALL (asked.holds)
+                            )
                             AND m.topic <> ALL (asked.paused_topics)
                         )
                     )
@@ -108,7 +114,10 @@ CROSS JOIN LATERAL (
                     AND (
                         m.available_at > asked.soon
                         OR (
-                            (asked.holds IS NULL OR pgoutbox._hold_of(m.queue, m.topic, m.destination) <> ALL (asked.holds))
+                            (
+                                asked.holds IS NULL
+                                OR pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) <> ALL (asked.holds)
+                            )
                             AND m.topic <> ALL (asked.paused_topics)
                         )
                     )

@@ -5,7 +5,7 @@
     -- Looked up by their text: to search the breakers for each message takes too long with hundreds of them.
     SELECT
         jsonb_object_agg(h.hold, h.breaker_key) AS breaker_keys,
-        jsonb_object_agg(split_part(h.hold, ' ', 1) || ' ' || split_part(h.hold, ' ', 2), true) AS topics
+        jsonb_object_agg(split_part(h.hold, ' ', 1) || ' ' || split_part(h.hold, ' ', 2), true) AS names
     FROM (
         SELECT hold.text AS hold, min(b.key) AS breaker_key
         FROM pgoutbox.breaker_view AS b
@@ -16,8 +16,12 @@
     SELECT
         coalesce(
             -- The destination is read only where a breaker can hold the message: the view redacts it, which is slow.
-            CASE WHEN (SELECT h.topics FROM held AS h) ? (l.queue || ' ' || one.topic) THEN (
-                SELECT (SELECT h.breaker_keys FROM held AS h) ->> pgoutbox._hold_of(m.queue, m.topic, m.destination)
+            CASE WHEN (SELECT h.names FROM held AS h)
+                ? (l.queue || ' ' || pgoutbox._handled_as(one.topic, one.payload_version))
+            THEN (
+                SELECT
+                    (SELECT h.breaker_keys FROM held AS h)
+                        ->> pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination)
                 FROM pgoutbox.message_view AS m
                 WHERE m.id = one.id AND m.state = 'pending'
                 LIMIT 1

@@ -41,7 +41,8 @@ WITH holds AS MATERIALIZED (
                 CASE WHEN EXISTS (SELECT FROM holds) THEN (
                     SELECT min(h.key)
                     FROM pgoutbox.message_view AS sent
-                    JOIN holds AS h ON h.hold = pgoutbox._hold_of(sent.queue, sent.topic, sent.destination)
+                    JOIN holds AS h
+                        ON h.hold = pgoutbox._hold_of(sent.queue, sent.topic, sent.payload_version, sent.destination)
                     WHERE sent.state = 'pending' AND sent.id = m.id
                 ) END AS breaker,
                 CASE WHEN m.ordering_key IS NOT NULL THEN (

@@ -49,7 +49,7 @@ AND (
 AND (
     %(breaker)s::text IS NULL
     OR m.state = 'pending' AND (
-        pgoutbox._hold_of(m.queue, m.topic, m.destination) IN (
+        pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination) IN (
             SELECT unnest(b.holds) FROM pgoutbox.breaker_view AS b WHERE b.key = %(breaker)s::text
         )
         -- A closed breaker stays in the last attempt of the messages that it has postponed.
