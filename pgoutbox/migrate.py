@@ -21,6 +21,7 @@ import psycopg
 from psycopg.errors import (
     DuplicateSchema,
     DuplicateTable,
+    IdleInTransactionSessionTimeout,
     InvalidSchemaName,
     LockNotAvailable,
     ObjectInUse,
@@ -78,6 +79,10 @@ WHERE l.relation = to_regclass('pgoutbox.alembic_version')
 LIMIT 1
 """
 
+# A run that is suspended, or whose machine is lost, ends: the application waits behind its locks.
+_LIMIT_IDLE = "SET LOCAL idle_in_transaction_session_timeout = '1s'"
+# The first statement of a revision that changes the tables of messages.
+LOCK_MESSAGES = "SELECT pgoutbox._lock_messages()"
 FORGET_REVISION = "DELETE FROM pgoutbox.revision WHERE number = (SELECT max(r.number) FROM pgoutbox.revision AS r)"
 _NOTE_REVISION = "SELECT pgoutbox._note_revision(:number, :lowest_package, :applied_by, :digest)"
 
@@ -89,7 +94,7 @@ History = Literal["pgoutbox", "application"]
 
 
 class _LockedError(SchemaError):
-    """A lock of another transaction was waited for in vain: a later try may get it."""
+    """Nothing was changed, because of a lock of another transaction or a pause: a later try may succeed."""
 
 
 class SchemaState(NamedTuple):
@@ -271,7 +276,8 @@ def note_revision(number: int, *, lowest_package: str) -> str:
 
     It fails while workers run whose package is lower than `lowest_package`. Later sessions of such a package are
     refused. So a revision that breaks the statements of an earlier package names the first one that it does not break.
-    Its downgrade runs `FORGET_REVISION` first.
+    Its downgrade runs `FORGET_REVISION` first. A revision that changes the tables of messages runs `LOCK_MESSAGES`
+    first.
     """
     from sqlalchemy import text
     from sqlalchemy.dialects import postgresql
@@ -404,6 +410,7 @@ def _migration(
     with _transaction(dsn) as connection:
         _require_server_version(connection)
         _lock_out_other_migrations(connection, report, creates=creates)
+        connection.exec_driver_sql(_LIMIT_IDLE)
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
         with _alembic_state:
             yield connection
@@ -439,6 +446,11 @@ def _transaction(dsn: str) -> Iterator[Connection]:
             raise _LockedError(
                 "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
                 "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
+            ) from error
+        if isinstance(cause, IdleInTransactionSessionTimeout):
+            raise _LockedError(
+                "the migration paused for a second between two statements, and PostgreSQL ended it; nothing was "
+                "changed. Run `pgoutbox migrate` again"
             ) from error
         if isinstance(cause, ObjectInUse):
             raise SchemaError(f"{cause.diag.message_primary}. {cause.diag.message_hint}") from error

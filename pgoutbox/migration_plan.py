@@ -34,11 +34,14 @@ _LOCKS: Final = tuple(
         (r"CREATE TABLE .*?\bPARTITION OF NAME", "ACCESS EXCLUSIVE", False),
         (r"(?:DROP (?:TABLE|VIEW|INDEX(?: CONCURRENTLY)?)|TRUNCATE(?: TABLE)?) NAME", "ACCESS EXCLUSIVE", False),
         (r"LOCK TABLE NAME", "as it says", False),
-        (r"SELECT (pgoutbox)\._note_revision", "SHARE", False),
+        (r"SELECT pgoutbox\.(_lock_messages)", "ACCESS EXCLUSIVE", False),
+        (r"SELECT pgoutbox\.(_note_revision)", "SHARE", False),
         (r"(?:UPDATE|DELETE FROM) NAME", "ROW EXCLUSIVE", True),
         (r"INSERT INTO NAME", "ROW EXCLUSIVE", False),
     )
 )
+# What the functions lock that revisions begin and end with.
+_LOCKED_BY: Final = {"_lock_messages": "pgoutbox.message", "_note_revision": "pgoutbox.worker"}
 # These lock no table of messages. Any other statement is shown without a relation: read it.
 _HARMLESS: Final = re.compile(
     r"BEGIN|COMMIT|SET |RESET |GRANT |REVOKE |COMMENT ON (?:FUNCTION|TYPE|TABLE|VIEW|COLUMN)|ALTER TYPE|"
@@ -94,8 +97,7 @@ def plan(dsn: str) -> list[PlannedStep]:
 def _step_of(statement: str, connection: psycopg.Connection) -> PlannedStep | None:
     for pattern, lock, reads in _LOCKS:
         if found := pattern.match(statement):
-            # The end of a revision locks the reports of workers.
-            relation = "pgoutbox.worker" if found[1] == "pgoutbox" else found[1]
+            relation = _LOCKED_BY.get(found[1], found[1])
             sizes = connection.execute(_SIZE, [relation]).fetchall()
             if not sizes:
                 return None  # The migration itself creates it.

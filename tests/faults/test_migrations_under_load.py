@@ -1,9 +1,14 @@
-"""Tests migrations up and down beside business transactions that enqueue and cancel: no transaction fails."""
+"""Tests migrations up and down beside business transactions, autovacuum and open transactions, and interrupted ones: no
+business transaction fails, and none waits for longer than the migration may."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
@@ -18,8 +23,11 @@ from tests.support.servers import open_workshop
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.conftest import Connect
+    from tests.support.servers import OwnServer
 
 ROLES: Final = (
     "pgoutbox_owner",
@@ -43,6 +51,94 @@ BUSINESS: Final = (
     "SELECT pgoutbox.enqueue('mail', '1', ordering_key => 'o')",
     "SELECT pgoutbox.cancel((SELECT max(id) FROM pgoutbox.message_live))",
 )
+
+# The first process that runs it stops in the midst, until a signal.
+PAUSING: Final = """
+import os
+import signal
+from pathlib import Path
+
+from alembic import op
+
+from pgoutbox.migrate import LOCK_MESSAGES
+
+revision = "pgoutbox_0002"
+down_revision = "pgoutbox_0001"
+
+
+def upgrade():
+    op.execute(LOCK_MESSAGES)
+    op.execute("ALTER TABLE pgoutbox.message ADD COLUMN later text")
+    paused = Path(os.environ.get("PAUSED", os.devnull))
+    if not paused.exists():
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        paused.touch()
+        signal.pause()
+    op.execute("CREATE TABLE pgoutbox.later ()")
+"""
+PROGRAM: Final = """
+import sys
+from pathlib import Path
+
+from pgoutbox import migrate
+
+migrate._MIGRATIONS = Path(sys.argv[2])
+migrate.upgrade(sys.argv[1], report=print)
+"""
+# How long the sessions of an application have waited for a lock, in seconds.
+WAITS: Final = """
+SELECT l.relation::regclass::text, extract(epoch FROM clock_timestamp() - l.waitstart)
+FROM pg_locks AS l
+JOIN pg_stat_activity AS a ON a.pid = l.pid
+WHERE a.datname = current_database() AND a.application_name = %s AND NOT l.granted
+"""
+# It sleeps for a tenth of a second after each page.
+SLOW_VACUUM: Final = """
+ALTER TABLE pgoutbox.message_live SET (
+    autovacuum_vacuum_cost_delay = 100,
+    autovacuum_vacuum_cost_limit = 1,
+    autovacuum_vacuum_threshold = 1,
+    autovacuum_vacuum_scale_factor = 0
+)
+"""
+VACUUMED: Final = """
+SELECT FROM pg_stat_progress_vacuum WHERE relid = 'pgoutbox.message_live'::regclass
+"""
+
+
+@pytest.fixture
+def revisions(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let `pgoutbox.migrate` have a second revision, that changes the table of messages."""
+    copied = tmp_path / "revisions"
+    shutil.copytree(migrate._MIGRATIONS, copied)
+    (copied / "versions" / "0002_pausing.py").write_text(PAUSING)
+    monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
+    return copied
+
+
+@pytest.fixture
+def own_server() -> Iterator[OwnServer]:
+    """Return a server that the test starts with its own settings."""
+    with open_workshop(os.environ) as workshop, workshop.server() as server:
+        yield server
+
+
+@pytest.fixture
+def paused(dsn: str, revisions: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Return a migration that has changed the table of messages, and does nothing more until a signal."""
+    sign = tmp_path / "paused"
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, dsn, str(revisions)],
+        env=os.environ | {"PAUSED": str(sign)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            wait_until(lambda: sign.exists() or process.poll() is not None, lambda: "the migration never paused")
+            yield process
+        finally:
+            process.kill()
 
 
 def test_no_business_transaction_fails_during_a_migration_up_or_down(
@@ -89,6 +185,96 @@ def test_roles_remain_if_another_database_with_their_rights_is_dropped_concurren
             migrate.downgrade(server.dsn, "base")
             roles = db.execute("SELECT rolname FROM pg_roles WHERE rolname LIKE 'pgoutbox\\_%' ORDER BY 1").fetchall()
     assert [name for (name,) in roles] == ["pgoutbox_gone", *sorted(ROLES)]
+
+
+def test_a_killed_migration_changes_nothing_and_is_run_again(
+    dsn: str, db: psycopg.Connection, paused: subprocess.Popen[str]
+) -> None:
+    paused.kill()
+    migrate.upgrade(dsn)
+    assert migrate.current(dsn) == "pgoutbox_0002"
+    assert db.execute("SELECT count(later) FROM pgoutbox.message").fetchone() == (0,)
+
+
+def test_a_migration_whose_session_is_terminated_changes_nothing_and_is_run_again(
+    dsn: str, db: psycopg.Connection, paused: subprocess.Popen[str]
+) -> None:
+    ended = (
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name = 'pgoutbox migrate'"
+    )
+    assert db.execute(ended).fetchall() == [(True,)]
+    assert migrate.current(dsn) == FIRST
+    paused.send_signal(signal.SIGUSR1)
+    _, said = paused.communicate()
+    assert paused.returncode == 1
+    assert "terminating connection due to administrator command" in said
+    migrate.upgrade(dsn)
+    assert migrate.current(dsn) == "pgoutbox_0002"
+
+
+def test_a_suspended_migration_lets_business_transactions_go_on_and_begins_again(
+    dsn: str, db: psycopg.Connection, paused: subprocess.Popen[str]
+) -> None:
+    db.execute(BUSINESS[0].encode())  # It waits for the end of the suspended session.
+    assert migrate.current(dsn) == FIRST
+    paused.send_signal(signal.SIGUSR1)
+    said, errors = paused.communicate()
+    assert paused.returncode == 0, errors
+    assert "trying again and again" in said
+    assert migrate.current(dsn) == "pgoutbox_0002"
+
+
+@pytest.mark.usefixtures("revisions")
+def test_no_enqueue_deadlocks_with_a_migration_that_waits_for_several_tables(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    """A reader of failed messages delays the migration. Meanwhile an enqueue locks live ones, and then needs others."""
+    reader = connect(autocommit=False)
+    reader.execute("SELECT count(*) FROM pgoutbox.message_failed")
+
+    def produce() -> None:
+        with psycopg.connect(dsn, application_name="producer") as connection:
+            connection.execute(BUSINESS[0].encode())
+
+    def has_waited(application: str, seconds: float) -> bool:
+        return any(waited >= seconds for _, waited in db.execute(WAITS, [application]).fetchall())
+
+    with ThreadPoolExecutor(2) as threads:
+        migration = threads.submit(migrate.upgrade, dsn)
+        wait_until(lambda: has_waited("pgoutbox migrate", 0), lambda: "the migration does not wait")
+        producer = threads.submit(produce)
+        wait_until(lambda: producer.done() or has_waited("producer", 0.3), lambda: "the producer does nothing")
+        reader.rollback()
+        producer.result()
+        migration.result()
+    assert migrate.current(dsn) == "pgoutbox_0002"
+
+
+@pytest.mark.usefixtures("own_server", "revisions")
+def test_an_autovacuum_gives_way_to_a_migration(own_server: OwnServer) -> None:
+    own_server.start(autovacuum_naptime="1s")
+    with own_server.connect() as db:
+        db.execute(SLOW_VACUUM.encode())
+        db.execute("SELECT pgoutbox.enqueue('mail', '1') FROM generate_series(1, 20000)")
+        db.execute("UPDATE pgoutbox.message SET headers = '{}'")
+        wait_until(lambda: db.execute(VACUUMED).fetchall(), own_server.log.read_text)
+        migrate.upgrade(own_server.dsn, patience_seconds=0)
+    assert "canceling autovacuum task" in own_server.log.read_text()
+
+
+@pytest.mark.usefixtures("own_server", "revisions")
+def test_a_prepared_transaction_stops_a_migration_until_it_ends(own_server: OwnServer) -> None:
+    own_server.start(max_prepared_transactions="1")
+    with own_server.connect() as db, psycopg.connect(own_server.dsn) as producer:
+        producer.execute(BUSINESS[0].encode())
+        producer.execute("PREPARE TRANSACTION 'forgotten'")
+        with pytest.raises(SchemaError, match="nothing was changed"):
+            migrate.upgrade(own_server.dsn, patience_seconds=0)
+        db.execute(BUSINESS[0].encode())
+        db.execute("COMMIT PREPARED 'forgotten'")
+        migrate.upgrade(own_server.dsn, patience_seconds=0)
+        assert db.execute("SELECT count(later), count(*) FROM pgoutbox.message").fetchone() == (0, 2)
 
 
 def patiently(run: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from alembic import op
 from sqlalchemy import DDL
 
-from pgoutbox.migrate import FORGET_REVISION, is_applied_by_another_run, note_revision
+from pgoutbox.migrate import FORGET_REVISION, LOCK_MESSAGES, is_applied_by_another_run, note_revision
 
 revision = "pgoutbox_0002"
 down_revision = "pgoutbox_0001"
@@ -42,6 +42,7 @@ def replace_functions(folder):
 def upgrade():
     if is_applied_by_another_run(revision, down_revision):
         return
+    run(LOCK_MESSAGES)
     run("ALTER TYPE pgoutbox.draft ADD ATTRIBUTE campaign text")
     run("ALTER TABLE pgoutbox.message ADD COLUMN campaign text")
     run("CREATE INDEX message_campaign ON pgoutbox.message (campaign) WHERE campaign IS NOT NULL")
