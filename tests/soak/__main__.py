@@ -32,8 +32,9 @@ from pgoutbox.operations import Operator
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LONELY_WORKER, WORKER_ROLE, WORKERS, crew_in
 from tests.soak.failover import fail_over
+from tests.soak.faults import restart
 from tests.soak.liveness import onlooker
-from tests.soak.nemesis import Fleet, Nemesis, chosen_faults, restart
+from tests.soak.nemesis import Fleet, Nemesis, chosen_faults
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
 from tests.support.ledger import Ledger

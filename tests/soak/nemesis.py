@@ -5,33 +5,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import NewMessage, Outbox
-from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
 from pgoutbox.operations import Operator
 from tests.soak.app import ACCOUNTS, EFFECT_TOPICS, LONELY_QUEUE, OWNERS, STEADY_QUEUE
 from tests.soak.books import limit
 from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, POLL_SECONDS, WORKER_ROLE, Process
+from tests.soak.faults import IN_VAIN_SUFFIX, Faults, Targets
 from tests.soak.liveness import PATIENCE_SECONDS
 from tests.soak.producer import LEAVERS
 from tests.soak.runs import Struck
 from tests.support.ledger import KEY, Ledger
-from tests.support.proxy import Moment, Proxy
 
 UNDO_SECONDS: Final = 30.0
 SCHEDULED_SECONDS: Final = 1.0
@@ -79,87 +75,35 @@ SELECT id FROM pgoutbox.message_live WHERE dedupe_key IS NULL AND failure_of IS 
 _TERMINATE_WORKERS: Final = f"""
 SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity AS a WHERE a.usename = '{WORKER_ROLE}'
 """
-# If the nemesis does not get a lock, that is not an error: the row has moved to another partition, or another session
-# was faster.
-_IN_VAIN: Final = (
-    psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected
-)  # fmt: skip
 
 
 @dataclass(slots=True)
-class Fleet:
+class Fleet(Targets):
     """The processes under attack."""
 
-    server: EmbeddedServer
-    proxy: Proxy
-    workers: list[Process]
-    producers: list[Process]
     host: Process
     postbox: Process
     ledger: Ledger
 
-    def keep_alive(self) -> None:
-        """Restart processes that have ended."""
-        for process in (*self.workers, *self.producers):
-            process.keep_alive()
-
-    @contextlib.contextmanager
-    def connection(self) -> Iterator[psycopg.Connection]:
-        """Open a superuser connection for the nemesis."""
-        with psycopg.connect(self.server.dsn, autocommit=True, application_name="nemesis") as connection:
-            yield connection
-
 
 @dataclass(slots=True)
-class Nemesis:
+class Nemesis(Faults):
     """Draws faults from `chance` and counts them."""
 
     fleet: Fleet
-    chance: random.Random
-    faults: list[tuple[Callable[[Nemesis], None], int]]
-    injected: Counter[str] = field(default_factory=Counter)
     struck: list[Struck] = field(default_factory=list)
 
     def strike(self) -> str:
         """Inject one fault and undo it. Return its name."""
-        fault = self.chance.choices([fault for fault, _ in self.faults], [weight for _, weight in self.faults])[0]
-        name = fault.__name__
         began_at = time.time()
-        try:
-            fault(self)
-        except _IN_VAIN:
-            name += "_in_vain"
-        self.injected[name] += 1
-        if fault not in _KEEP_LEASES:
+        name = super(Nemesis, self).strike()
+        if name.removesuffix(IN_VAIN_SUFFIX) not in _KEEP_LEASES:
             self.struck.append(Struck(began_at, time.time()))
         return name
 
     def worker(self, name: str) -> Process:
         """Return the worker of this name."""
         return next(process for process in self.fleet.workers if process.name == f"worker-{name}")
-
-    def kill_worker(self) -> None:
-        """Kill a worker and its children (SIGKILL)."""
-        self.chance.choice(self.fleet.workers).signal(signal.SIGKILL)
-
-    def kill_supervisor(self) -> None:
-        """Kill only the parent (SIGKILL): the children have to notice."""
-        victim = self.chance.choice(self.fleet.workers).running
-        if victim is not None:
-            victim.kill()
-
-    def stop_worker(self) -> None:
-        """Send SIGTERM: the worker releases its messages and ends."""
-        victim = self.chance.choice(self.fleet.workers).running
-        if victim is not None:
-            victim.send_signal(signal.SIGTERM)
-
-    def suspend_worker(self) -> None:
-        """Stop a worker (SIGSTOP) for longer than a lease, so that another worker takes over, then continue it."""
-        victim = self.chance.choice(self.fleet.workers)
-        victim.signal(signal.SIGSTOP)
-        self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
-        victim.signal(signal.SIGCONT)
 
     def suspend_only_worker(self) -> None:
         """Stop the only worker of a queue for longer than a lease while it handles a message, then continue it."""
@@ -180,11 +124,6 @@ class Nemesis:
                 self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
                 victim.signal(signal.SIGCONT)
 
-    def stall_network(self) -> None:
-        """Delay the statements of the workers behind the proxy for longer than a lease, then deliver them."""
-        with self.fleet.proxy.stalled(open_connections_only=self.chance.random() < 0.5):
-            self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
-
     def stall_finishes(self) -> None:
         """Keep the workers behind the proxy from claiming, finishing and renewing until another worker has one of
         their messages. At that moment the late finish arrives."""
@@ -198,49 +137,6 @@ class Nemesis:
                 now = dict(connection.execute(_IN_FLIGHT).fetchall())
                 if any(now[message_id] > before[message_id] for message_id in before.keys() & now.keys()):
                     break
-
-    def lose_replies(self) -> None:
-        """Hold back PostgreSQL's answers to the workers behind the proxy; their statements still arrive."""
-        with self.fleet.proxy.stalled(replies_only=True):
-            self._wait(LEASE_SECONDS * self.chance.uniform(0.2, 2.0))
-
-    def cut_connection(self) -> None:
-        """Cut the connection of one of the next statements behind the proxy: before it, after it, or at its reply."""
-        self.fleet.proxy.cut_at(self.chance.randrange(1, 20), self.chance.choice(list(Moment)))
-        self._wait(self.chance.uniform(0.1, 1.0))
-
-    def kill_producer(self) -> None:
-        """Kill a producer (SIGKILL) in any transaction."""
-        self.chance.choice(self.fleet.producers).signal(signal.SIGKILL)
-
-    def terminate_backends(self) -> None:
-        """Terminate a few random sessions of workers, listeners, handlers or producers."""
-        with self.fleet.connection() as connection:
-            pids = [
-                pid
-                for (pid,) in connection.execute(
-                    "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
-                    " ORDER BY pid"
-                )
-            ]
-            for pid in self.chance.sample(pids, min(len(pids), self.chance.randrange(1, 6))):
-                connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
-
-    def crash_server(self) -> None:
-        """Crash PostgreSQL and let it recover."""
-        restart(self.fleet.server, "immediate")
-
-    def restart_server(self) -> None:
-        """Restart PostgreSQL cleanly."""
-        restart(self.fleet.server, "fast")
-
-    def lock_rows(self) -> None:
-        """Lock the oldest rows in another session."""
-        with self.fleet.connection() as connection, connection.transaction():
-            connection.execute(
-                "SELECT FROM pgoutbox.message_live ORDER BY available_at LIMIT 200 FOR UPDATE SKIP LOCKED"
-            )
-            self._wait(self.chance.uniform(0.2, 2.0))
 
     def refuse_finishes(self) -> None:
         """Refuse the finishes of some messages by a user trigger, for several leases."""
@@ -298,20 +194,6 @@ class Nemesis:
         )
         while connection.execute(f"{under_way} AND xact_start < %s", [now]).fetchall():
             self._wait(0.05)
-
-    def lock_table(self) -> None:
-        """Lock the whole table in another session, like a migration."""
-        with self.fleet.connection() as connection, connection.transaction():
-            connection.execute("SET LOCAL lock_timeout = '500ms'")
-            connection.execute("LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
-            self._wait(self.chance.uniform(0.2, 1.5))
-
-    def hold_snapshot(self) -> None:
-        """Hold back vacuum with a long transaction."""
-        with self.fleet.connection() as connection, connection.transaction():
-            connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            connection.execute("SELECT count(*) FROM pgoutbox.message_live")
-            self._wait(self.chance.uniform(1.0, 5.0))
 
     def cancel(self) -> None:
         """Cancel some of the owed messages.
@@ -497,11 +379,6 @@ class Nemesis:
             Operator(connection).prune_by_retention()
             Operator(connection).prune(timedelta(seconds=1), states=[State.FAILED], topic="soak.halted")
 
-    def vacuum(self) -> None:
-        """Run vacuum during the load."""
-        with self.fleet.connection() as connection:
-            connection.execute("VACUUM (ANALYZE) pgoutbox.message_live, pgoutbox.message_done")
-
     def _try_until_done(self, statement: str) -> None:
         """Repeat an action that undoes a fault until it succeeds: effects of an earlier fault may still block it."""
         until = time.monotonic() + UNDO_SECONDS
@@ -522,12 +399,6 @@ class Nemesis:
         while not (found := connection.execute(query).fetchall()) and time.monotonic() < until:
             self._wait(0.02)
         return found
-
-    def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self.fleet.keep_alive()
-            time.sleep(0.05)
 
 
 FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
@@ -571,12 +442,12 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.prune, 3),
 ]
 
-_KEEP_LEASES: Final = (
+_KEEP_LEASES: Final = frozenset(fault.__name__ for fault in (
     Nemesis.hold_cancel, Nemesis.hold_cancel_in_flight, Nemesis.hold_erase, Nemesis.hold_limits,
     Nemesis.cancel_and_change_mind, Nemesis.enqueue_and_change_mind, Nemesis.cancel_then_write, Nemesis.cancel,
     Nemesis.cancel_owner,
     Nemesis.change_limits, Nemesis.pause_queue, Nemesis.pause_topic, Nemesis.reschedule, Nemesis.kill_destination,
-)  # fmt: skip
+))  # fmt: skip
 """No lease of a living worker lapses during these faults."""
 
 
@@ -586,24 +457,3 @@ def chosen_faults(names: Collection[str]) -> list[tuple[Callable[[Nemesis], None
         return FAULTS
     known = {fault.__name__: fault for fault, _ in FAULTS}
     return [(known[name], 1) for name in names]
-
-
-def restart(server: EmbeddedServer, mode: str) -> None:
-    """Stop PostgreSQL in this mode, restart it with the same settings, and wait until it accepts connections."""
-    with psycopg.connect(server.dsn) as connection:
-        row = connection.execute("SELECT setting FROM pg_config WHERE name = 'BINDIR'").fetchone()
-    assert row is not None
-    owner = server.data_directory.stat()
-    root = os.geteuid() == 0
-    subprocess.run(
-        [
-            Path(row[0]) / "pg_ctl", "restart", "-s", "-w", "-t", "120", "-m", mode,
-            "-D", server.data_directory, "-l", server.socket_directory / "log",
-        ],
-        user=owner.st_uid if root else None,
-        group=owner.st_gid if root else None,
-        extra_groups=[] if root else None,
-        cwd="/",
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip

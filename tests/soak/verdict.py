@@ -162,7 +162,7 @@ WHERE a.outcome IN ('lost', 'released')
     OR m.topic IN ('soak.errand', 'soak.mail', 'soak.webhook')
 """
 # Expected exit codes: told to stop, before or after it could listen, or twice; and killed, also by a message's plan.
-_ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})
+ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})
 
 
 class _Row(NamedTuple):
@@ -239,7 +239,7 @@ def balance(
     refused = sorted(entries.refused)
     lines.append(Line("a producer's transaction failed for want of room for a notification", len(refused), refused[:5]))
     by_itself = [
-        f"{name}: {code}" for name, codes in ends.items() for code in Counter(codes).elements() if code not in _ENDS
+        f"{name}: {code}" for name, codes in ends.items() for code in Counter(codes).elements() if code not in ENDS
     ]
     lines.append(Line("a worker ended by itself", len(by_itself), by_itself[:5]))
     forbidden = violations(connection)
