@@ -30,18 +30,29 @@ async def rehearse(message: Message[dict[str, Any]], ctx: object) -> None:
     expected = message.payload["campaign"]
     if hasattr(message, "campaign") and message.campaign != expected:
         note(what="wrong", number=message.payload["number"], campaign=message.campaign)
-    note(what="handed over", number=message.payload["number"], attempt=message.attempt_count)
+    number = message.payload["number"]
+    note(what="handed over", number=number, attempt=message.attempt_count, id=message.id, key=message.ordering_key)
 
 
 def produce(dsn: str, seed: int, per_second: float, is_later: bool) -> None:
-    """Enqueue in short transactions until the process is told to stop. One of twenty rolls back."""
+    """Enqueue in short transactions until the process is told to stop. One of twenty rolls back.
+
+    A delayed transaction does not delay the time of the next one: after an outage the backlog is made up for.
+    """
     chance = random.Random(seed)
-    number = seed * 1_000_000
-    with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
-        while True:
-            number += 1
-            write(connection, number, chance, is_later)
-            time.sleep(chance.expovariate(per_second))
+    number = random.SystemRandom().randrange(1 << 32) << 20  # A process that is started again has other numbers.
+    next_at = time.monotonic()
+    while True:
+        try:
+            with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
+                while True:
+                    number += 1
+                    write(connection, number, chance, is_later)
+                    next_at += chance.expovariate(per_second)
+                    time.sleep(max(0.0, next_at - time.monotonic()))
+        except psycopg.OperationalError as error:
+            note(what="disconnected", error=str(error))
+            time.sleep(0.1)
 
 
 def write(connection: psycopg.Connection, number: int, chance: random.Random, is_later: bool) -> None:
