@@ -112,9 +112,10 @@ class Storm:
     def _prepare(self) -> None:
         number = random.SystemRandom().randrange(1 << 52)
         payload = json.dumps({"number": number, "campaign": None})
-        with self.faults.fleet.connection() as connection, contextlib.suppress(psycopg.errors.InternalError_):
+        with self.faults.fleet.connection() as connection:
             connection.execute("BEGIN")
-            connection.execute("SELECT pgoutbox.enqueue('rehearse', %s)", [payload])
+            # PostgreSQL refuses to prepare a transaction that has notified a worker.
+            connection.execute("SELECT pgoutbox.enqueue('rehearse', %s, notify => false)", [payload])
             connection.execute(f"PREPARE TRANSACTION '{number}'".encode())
 
     def _commit_prepared(self, ended: threading.Event) -> None:
