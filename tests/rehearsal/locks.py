@@ -66,7 +66,7 @@ def watched_locks(dsn: str) -> Iterator[Locks]:
         while not ends.is_set():
             with (
                 contextlib.suppress(psycopg.OperationalError),
-                psycopg.connect(dsn, autocommit=True, application_name="onlooker", connect_timeout=5) as connection,
+                psycopg.connect(dsn, autocommit=True, connect_timeout=5, prepare_threshold=None) as connection,
             ):
                 _sample(connection, locks, ends)
             ends.wait(SAMPLE_SECONDS)
