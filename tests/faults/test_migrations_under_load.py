@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 
 from pgoutbox import migrate
 from pgoutbox.errors import SchemaError
-from tests.support.revisions import FIRST, add_revision
+from tests.support.revisions import FIRST, add_revision, copy_revisions
 from tests.support.servers import open_workshop
 from tests.support.waiting import wait_until
 
@@ -81,8 +80,9 @@ import sys
 from pathlib import Path
 
 from pgoutbox import migrate
+from pgoutbox.database import revisions
 
-migrate._MIGRATIONS = Path(sys.argv[2])
+revisions.MIGRATIONS = Path(sys.argv[2])
 migrate.upgrade(sys.argv[1], report=print)
 """
 # How long the sessions of an application have waited for a lock, in seconds.
@@ -109,10 +109,8 @@ SELECT FROM pg_stat_progress_vacuum WHERE relid = 'pgoutbox.message_live'::regcl
 @pytest.fixture
 def revisions(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let `pgoutbox.migrate` have a second revision, that changes the table of messages."""
-    copied = tmp_path / "revisions"
-    shutil.copytree(migrate._MIGRATIONS, copied)
+    copied = copy_revisions(tmp_path, monkeypatch)
     (copied / "versions" / "0002_pausing.py").write_text(PAUSING)
-    monkeypatch.setattr(migrate, "_MIGRATIONS", copied)
     return copied
 
 
