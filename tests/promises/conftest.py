@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
+from tests.support.many_databases import Databases, StartFleet
 from tests.support.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from tests.conftest import Server
 
 
 class StartWorker(Protocol):
@@ -50,3 +53,16 @@ def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
             return worker
 
         yield start
+
+
+@pytest.fixture
+def databases(server: Server, template_of_today: Callable[[], str], tmp_path: Path) -> Iterator[Databases]:
+    """Databases that a worker can serve."""
+    with ExitStack() as stack:
+        yield Databases(server, template_of_today(), tmp_path, stack)
+
+
+@pytest.fixture
+def start_fleet(start_worker: StartWorker, databases: Databases) -> StartFleet:
+    """Return a function that starts a worker of these databases."""
+    return StartFleet(start_worker, databases)
