@@ -544,6 +544,11 @@ def database_metrics() -> str:
     return _metrics(measures.DATABASE_METRICS)
 
 
+def metrics_of_many() -> str:
+    """Return the metrics that only a worker of many databases has, with their labels."""
+    return _metrics([measures.SERVED])
+
+
 def _metrics(metrics: Sequence[Metric]) -> str:
     rows = [[_code(m.series), m.kind.value, ", ".join(map(_code, m.labels)), m.meaning] for m in metrics]
     return _blocks(_table(["metric", "kind", "labels", "meaning"], rows))

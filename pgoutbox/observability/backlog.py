@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, LiteralString
@@ -24,6 +24,7 @@ from pgoutbox.observability.measures import (
     BACKLOG_READ,
     BACKLOG_UP,
     BREAKERS,
+    DATABASE_METRICS,
     LATELY_FAILED,
     MAINTENANCE_AGE,
     MESSAGES,
@@ -39,6 +40,8 @@ from pgoutbox.settings import Settings
 
 _PATIENCE_SECONDS: Final = 3.0
 _SHARE: Final = 20
+_ASKED_SECONDS: Final = 300.0
+_PAUSE_SECONDS: Final = 1.0
 _QUEUES: Final = 100_000
 _ROWS: Final = 100_000
 
@@ -63,6 +66,10 @@ class Reading:
         about_reading[BACKLOG_UP] = int(self.is_up)
         return [Sample((), about_reading[metric])] if metric in about_reading else self.samples.get(metric, ())
 
+    def all_samples(self) -> Mapping[Metric, Sequence[Sample]]:
+        """Return the values of all metrics of the database."""
+        return {metric: self.samples_of(metric) for metric in DATABASE_METRICS}
+
 
 NO_READING: Final = Reading(is_up=False)
 
@@ -74,11 +81,13 @@ class Backlog:
         self._settings = settings
         self._turn = threading.Lock()
         self._last: Future[Reading] | None = None
+        self.last_reading: Reading | None = None
+        """The result of the last reading that has ended."""
 
     def ask(self) -> Future[Reading]:
         """Return a future of the cached reading if it is recent enough, else of the next one. Never raises."""
         with self._turn:
-            if self._last is None or (self._last.done() and not self._is_good(self._last.result())):
+            if self._last is None or (self._last.done() and not self.is_fresh):
                 self._last = Future()
                 threading.Thread(
                     target=self._read_into, args=[self._last], name="pgoutbox-backlog", daemon=True
@@ -92,8 +101,12 @@ class Backlog:
         except TimeoutError:
             return NO_READING
 
-    def _is_good(self, reading: Reading) -> bool:
-        return reading.age_seconds < max(self._settings.metrics.cache_seconds, _SHARE * reading.seconds)
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the last reading is recent enough."""
+        reading = self.last_reading
+        limit_seconds = self._settings.metrics.cache_seconds
+        return reading is not None and reading.age_seconds < max(limit_seconds, _SHARE * reading.seconds)
 
     def _read_into(self, future: Future[Reading]) -> None:
         began_at = time.monotonic()
@@ -106,7 +119,8 @@ class Backlog:
             future.set_exception(error)
             raise
         ended_at = time.monotonic()
-        future.set_result(Reading(samples is not None, samples or {}, read_at=ended_at, seconds=ended_at - began_at))
+        self.last_reading = Reading(samples is not None, samples or {}, read_at=ended_at, seconds=ended_at - began_at)
+        future.set_result(self.last_reading)
 
     def _read(self) -> dict[Metric, list[Sample]]:
         names = {
@@ -143,3 +157,40 @@ class Backlog:
                 }
 
             return operator_connection.transact(connection, look)
+
+
+class TurnsOfBacklogs:
+    """Reads the gauges of many databases, one after the other, while somebody asks for them.
+
+    Reading takes at most a twentieth of the time. A database that does not answer within three seconds waits for its
+    next turn. Any thread may call it.
+    """
+
+    def __init__(self, backlogs: Callable[[], Mapping[str, Backlog]]) -> None:
+        self._backlogs = backlogs
+        self._turn = threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._asked_at = 0.0
+        self._ended = threading.Event()
+
+    def keep_reading(self) -> None:
+        """Read for the next five minutes. Never waits."""
+        with self._turn:
+            self._asked_at = time.monotonic()
+            if self._reader is None or not self._reader.is_alive():
+                self._reader = threading.Thread(target=self._read, name="pgoutbox-backlogs", daemon=True)
+                self._reader.start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self._ended.set()
+
+    def _read(self) -> None:
+        while time.monotonic() - self._asked_at < _ASKED_SECONDS:
+            stale = [backlog for backlog in self._backlogs().values() if not backlog.is_fresh]
+            for backlog in stale:
+                reading = backlog.reading()
+                if self._ended.wait((_SHARE - 1) * reading.seconds if reading.is_up else _PAUSE_SECONDS):
+                    return
+            if not stale and self._ended.wait(_PAUSE_SECONDS):
+                return

@@ -223,6 +223,10 @@ class Telemetry:
         self.counts: Counter[LogEvent] = Counter()
         self.measures: Measures | None = None
 
+    def event_counts(self) -> Mapping[str, int]:
+        """Return the count of each event from 0 on: Prometheus sees no increase in a series that begins with 1."""
+        return {event.value: self.counts[event] for event in LogEvent}
+
     def count(self, event: LogEvent, number: int = 1) -> None:
         """Count an event without a log line, because it may happen thousands of times a second."""
         self.counts[event] += number

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -20,9 +21,15 @@ _ANSWER_SECONDS: Final = 0.5
 
 
 def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> list[str]:
-    """Return the reasons why a worker is not ready, for operators; none if it is."""
+    """Return the reasons why a worker is not ready, for operators; none if it is.
+
+    With many databases it is ready if it serves one of them: another process could not serve the others either.
+    """
     if status.is_stopping:
         return ["the worker is stopping"]
+    if status.databases:
+        not_served = databases_not_served(status, poll_interval_seconds=poll_interval_seconds)
+        return ["no database is served"] if len(not_served) == len(status.databases) else []
     if status.is_copy:
         return ["the database is a copy, nothing is claimed: see `pgoutbox doctor` and `pgoutbox adopt`"]
     if not status.is_started:
@@ -37,6 +44,19 @@ def reasons_not_ready(status: WorkerStatus, *, poll_interval_seconds: float) -> 
     if status.polled_seconds_ago > limit and status.busy < status.slots:
         reasons.append(f"the last poll was {status.polled_seconds_ago:.0f} s ago")
     return reasons
+
+
+def databases_not_served(status: WorkerStatus, *, poll_interval_seconds: float) -> Mapping[str, str]:
+    """Return the reason of each database that a worker of many databases does not serve."""
+    return {
+        name: reasons[0]
+        for name, one in status.databases.items()
+        if (
+            reasons := [one.failure]
+            if one.failure
+            else reasons_not_ready(one, poll_interval_seconds=poll_interval_seconds)
+        )
+    }
 
 
 class LoopWatch:

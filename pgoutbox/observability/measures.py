@@ -11,7 +11,7 @@ import enum
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import starmap
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -120,7 +120,7 @@ BACKLOG_UP: Final = _gauge("backlog_up", "1 if the gauges of the database could 
 BACKLOG_AGE: Final = _gauge("backlog_age_seconds", "Time since the gauges of the database were read.")
 BACKLOG_READ: Final = _gauge("backlog_read_seconds", "Duration of reading the gauges of the database.")
 
-_GAUGES: Final = {
+GAUGES: Final = {
     "in_flight": _gauge("in_flight", "Messages that this worker has claimed and not finished."),
     "slots": _gauge("slots", "Maximum number of concurrent attempts, less the abandoned slots."),
     "busy": _gauge("slots_busy", "Messages in running handlers."),
@@ -141,8 +141,14 @@ _GAUGES: Final = {
 
 WORKER_METRICS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
-    *_GAUGES.values(),
+    *GAUGES.values(),
 )  # fmt: skip
+PROCESS_METRICS: Final = (GAUGES["slots"], GAUGES["busy"], GAUGES["abandoned"])
+"""The gauges that count the whole process, if it serves many databases."""
+SERVED: Final = Metric(
+    "database_served", Kind.GAUGE, ("database",), "1 while the worker would find a new message of the database in time."
+)
+"""Served by a worker of many databases."""
 DATABASE_METRICS: Final = (
     MESSAGES, OLDEST_DUE, OLDEST_UNDELIVERED, OLDEST_ATTEMPT, LATELY_FAILED, MAINTENANCE_AGE, BREAKERS, REDIRECTS,
     BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
@@ -206,7 +212,7 @@ class WorkerStatus:
     """The current state of a worker. Ages are in seconds. None means never, or a disabled listener.
 
     `is_idle` means that it knows of no message that is due or in flight. `failure` is the reason why the worker ends by
-    itself: it claims nothing more.
+    itself: it claims nothing more. `databases` has the state of each database, if the process serves many.
     """
 
     is_started: bool = False
@@ -224,6 +230,7 @@ class WorkerStatus:
     outcomes_refused: int = 0
     breakers_open: int = 0
     failure: str | None = None
+    databases: Mapping[str, WorkerStatus] = field(default_factory=dict)
 
 
 class Measures:
@@ -307,24 +314,3 @@ class Measures:
     def distributions(self, metric: Metric) -> Mapping[str, Distribution]:
         """Return the distributions of a histogram by topic."""
         return self._seconds[metric.name].copy()
-
-
-class WatchedWorker(NamedTuple):
-    """The observable state of a worker, from any thread."""
-
-    measures: Measures
-    status: Callable[[], WorkerStatus]
-    event_counts: Callable[[], Mapping[str, int]]
-
-    def samples(self) -> Mapping[Metric, Iterable[Sample]]:
-        """Return the values of all counters and gauges, at one time."""
-        status, counts = self.status(), self.event_counts()
-        gauges = {metric: getattr(status, name) for name, metric in _GAUGES.items()}
-        return {
-            **{metric: [] if value is None else [Sample((), float(value))] for metric, value in gauges.items()},
-            **{metric: self.measures.samples(metric) for metric in (ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED)},
-            EVENTS: [Sample((event,), count) for event, count in counts.items()],
-            LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
-            ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
-            RECONNECTS: [Sample((place,), counts.get(f"{place}_back", 0)) for place in ("database", "listener")],
-        }

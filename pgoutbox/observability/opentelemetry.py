@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from pgoutbox.observability.backlog import Backlog
-from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind, Metric, Sample, WatchedWorker
-from pgoutbox.settings import Settings
+from pgoutbox.observability.measures import Kind, Measures, Metric, Sample
+from pgoutbox.observability.watched import Watched
 
 
 def is_set_up() -> bool:
@@ -20,15 +19,14 @@ def is_set_up() -> bool:
 
 
 class Exporter:
-    """Exports the counts of a worker to the application's meter provider, until `stop`."""
+    """Exports the counts of one or many workers to the application's meter provider, until `stop`."""
 
-    def __init__(self, worker: WatchedWorker, settings: Settings) -> None:
+    def __init__(self, worker: Watched) -> None:
         self._worker = worker
-        self._backlog = Backlog(settings) if settings.metrics.backlog else None
         self._is_open = True
         meter = metrics.get_meter("pgoutbox")
-        histograms = {}
-        for metric in (*WORKER_METRICS, *(DATABASE_METRICS if self._backlog is not None else ())):
+        self._histograms = {}
+        for metric in (*worker.metrics, *worker.gauges):
             name, unit = f"pgoutbox.{metric.name}", "s" if metric.name.endswith("_seconds") else "1"
             match metric.kind:
                 case Kind.COUNTER:
@@ -36,19 +34,22 @@ class Exporter:
                 case Kind.GAUGE:
                     meter.create_observable_gauge(name, [self._callback(metric)], unit, metric.meaning)
                 case Kind.HISTOGRAM:
-                    histograms[metric.name] = meter.create_histogram(
+                    self._histograms[metric.name] = meter.create_histogram(
                         name, unit, metric.meaning, explicit_bucket_boundaries_advisory=metric.buckets
                     )
 
-        def record(name: str, topic: str, seconds: float) -> None:
-            histograms[name].record(seconds, {"topic": topic})
+    def record(self, measures: Measures, **attributes: str) -> None:
+        """Export each single duration too, with these attributes."""
 
-        worker.measures.on_seconds = record
+        def record(name: str, topic: str, seconds: float) -> None:
+            if self._is_open:
+                self._histograms[name].record(seconds, {**attributes, "topic": topic})
+
+        measures.on_seconds = record
 
     def stop(self) -> None:
         """Stop exporting. An instrument cannot be removed."""
         self._is_open = False
-        self._worker.measures.on_seconds = None
 
     def _callback(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
@@ -62,6 +63,5 @@ class Exporter:
         return observe
 
     def _samples(self, metric: Metric) -> Iterable[Sample]:
-        if self._backlog is None or metric in WORKER_METRICS:
-            return self._worker.samples()[metric]
-        return self._backlog.reading().samples_of(metric)
+        found = self._worker.samples() if metric in self._worker.metrics else self._worker.gauge_samples()
+        return found.get(metric, ())

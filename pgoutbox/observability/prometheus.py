@@ -6,22 +6,15 @@ It depends on no web framework: an HTTP server calls `Exposition.answer` and sen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgoutbox.errors import MissingExtraError
-from pgoutbox.observability.backlog import Backlog, Reading
-from pgoutbox.observability.measures import (
-    DATABASE_METRICS,
-    WORKER_METRICS,
-    Kind,
-    Measures,
-    Metric,
-    Sample,
-    WatchedWorker,
-)
+from pgoutbox.observability.backlog import Backlog
+from pgoutbox.observability.measures import Distribution, Kind, Metric, Sample
+from pgoutbox.observability.watched import Watched
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -46,7 +39,7 @@ class Page(NamedTuple):
 
 
 class Exposition:
-    """The answers to scrapes: the gauges of the database and, with `worker`, the metrics of that worker.
+    """The answers to scrapes: the gauges of the database, or with `worker` all metrics of that worker.
 
     With a worker they also contain prometheus_client's own registry: metrics of the process and of your handlers. If
     the database does not answer within three seconds, only its gauges are missing.
@@ -55,9 +48,14 @@ class Exposition:
         status, content_type, body = await exposition.answer(request.headers.get("accept"))
     """
 
-    def __init__(self, settings: Settings, *, worker: WatchedWorker | None = None) -> None:
+    def __init__(self, settings: Settings, *, worker: Watched | None = None) -> None:
         self._worker = worker
-        self._backlog = Backlog(settings) if settings.metrics.backlog else None
+        self._gauge_samples: Callable[[], Mapping[Metric, Iterable[Sample]]] = dict
+        if worker is not None:
+            self._gauge_samples = worker.gauge_samples
+        elif settings.metrics.backlog:
+            backlog = Backlog(settings)
+            self._gauge_samples = lambda: backlog.reading().all_samples()
 
     async def answer(self, accept: str | None = None) -> Page:
         """Return the metrics in the format that the header `Accept` requests: OpenMetrics or Prometheus text."""
@@ -65,27 +63,26 @@ class Exposition:
 
     def answer_blocking(self, accept: str | None = None) -> Page:
         """Do the same as `answer`, without an event loop."""
-        reading = None if self._backlog is None else self._backlog.reading()
+        gauges = self._gauge_samples()
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Snapshot(self._families(reading)))
+        registry.register(_Snapshot(self._families(gauges)))
         encoder, content_type = choose_encoder(accept or "")
         return Page(200, content_type, encoder(registry))
 
-    def _families(self, reading: Reading | None) -> Iterator[Family]:
+    def _families(self, gauges: Mapping[Metric, Iterable[Sample]]) -> Iterator[Family]:
         build = GaugeMetricFamily("pgoutbox_build_info", "The version of pgoutbox.", labels=["version"])
         build.add_metric([version("pgoutbox")], 1)
         yield build
         if self._worker is not None:
             samples = self._worker.samples()
-            for metric in WORKER_METRICS:
+            for metric in self._worker.metrics:
                 if metric.kind is Kind.HISTOGRAM:
-                    yield _histogram(metric, self._worker.measures)
+                    yield _histogram(metric, self._worker.distributions(metric))
                 else:
                     yield _family(metric, samples[metric])
             yield from REGISTRY.collect()
-        if reading is not None:
-            for metric in DATABASE_METRICS:
-                yield _family(metric, reading.samples_of(metric))
+        for metric, found in gauges.items():
+            yield _family(metric, found)
 
 
 class _Snapshot(Collector):
@@ -106,9 +103,9 @@ def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
     return family
 
 
-def _histogram(metric: Metric, measures: Measures) -> Family:
+def _histogram(metric: Metric, distributions: Mapping[tuple[str, ...], Distribution]) -> Family:
     family = HistogramMetricFamily(f"pgoutbox_{metric.name}", metric.meaning, labels=metric.labels)
-    for topic, found in measures.distributions(metric).items():
+    for labels, found in distributions.items():
         bounds = [*map(str, found.bounds), "+Inf"]
-        family.add_metric([topic], list(zip(bounds, accumulate(found.counts), strict=True)), found.sum)
+        family.add_metric(labels, list(zip(bounds, accumulate(found.counts), strict=True)), found.sum)
     return family

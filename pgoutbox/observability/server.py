@@ -18,9 +18,11 @@ import psycopg
 
 from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability import systemd
+from pgoutbox.observability.backlog import Backlog
 from pgoutbox.observability.events import LogEvent, Telemetry
-from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import Measures, WatchedWorker, WorkerStatus
+from pgoutbox.observability.health import LoopWatch, databases_not_served, reasons_not_ready
+from pgoutbox.observability.measures import Measures, WorkerStatus
+from pgoutbox.observability.watched import Watched, WatchedDatabases, WatchedWorker
 from pgoutbox.settings import Settings, parse_address
 
 if TYPE_CHECKING:
@@ -38,17 +40,26 @@ _ServerTime = Callable[[], Awaitable[datetime]]
 class TelemetryServer:
     """Observes one worker within `async with`. With `serves` it listens on `metrics.address` and notifies systemd.
 
-    Any thread may call `status`, which returns the current state of the worker. Raises `ConfigurationError` if the
-    address is not available, and `MissingExtraError` without the needed extra.
+    Any thread may call `status`, which returns the current state of the worker. In a process with many databases any
+    thread may call `workers`, which returns those that have `measures_of` a database. Raises `ConfigurationError` if
+    the address is not available, and `MissingExtraError` without the needed extra.
     """
 
     def __init__(
-        self, status: Callable[[], WorkerStatus], settings: Settings, telemetry: Telemetry, *, serves: bool
+        self,
+        status: Callable[[], WorkerStatus],
+        settings: Settings,
+        telemetry: Telemetry,
+        *,
+        serves: bool,
+        workers: Callable[[], Mapping[str, WatchedWorker]] | None = None,
     ) -> None:
         self._status = status
         self._settings = settings
         self._telemetry = telemetry
         self._serves = serves
+        self._workers = workers
+        self._watched: Watched | None = None
         self._server: HttpServer | None = None
         self._exporter: Exporter | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -63,25 +74,46 @@ class TelemetryServer:
         exports = self._settings.otel.metrics and _is_otel_set_up()
         if address is None and not exports:
             return self
-        measures = self._telemetry.measures = Measures(max_label_values=self._settings.metrics.max_label_values)
-        worker = WatchedWorker(measures, self._status, self._event_counts)
+        watched: Watched
+        if self._workers is not None:
+            watched = WatchedDatabases(self._status, self._workers, self._settings)
+        else:
+            measures = self._telemetry.measures = self._new_measures()
+            watched = WatchedWorker(measures, self._status, self._telemetry.event_counts, backlog_of(self._settings))
+        self._watched = watched
         if address is not None:
-            self._server = self._start_server(worker, *parse_address(address))
+            self._server = self._start_server(watched, *parse_address(address))
         if exports:
             from pgoutbox.observability.opentelemetry import Exporter
 
-            self._exporter = Exporter(worker, self._settings)
+            self._exporter = Exporter(watched)
+            if self._telemetry.measures is not None:
+                self._exporter.record(self._telemetry.measures)
         return self
+
+    def measures_of(self, database: str) -> Measures | None:
+        """Return new measures for the worker of one of many databases. None if nothing exports them."""
+        if self._watched is None:
+            return None
+        measures = self._new_measures()
+        if self._exporter is not None:
+            self._exporter.record(measures, database=database)
+        return measures
+
+    def _new_measures(self) -> Measures:
+        return Measures(max_label_values=self._settings.metrics.max_label_values)
 
     async def __aexit__(self, *_: object) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._exporter is not None:
             self._exporter.stop()
+        if isinstance(self._watched, WatchedDatabases):
+            self._watched.turns.stop()
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    def _start_server(self, worker: WatchedWorker, host: str, port: int) -> HttpServer:
+    def _start_server(self, worker: Watched, host: str, port: int) -> HttpServer:
         from pgoutbox.observability.http_server import HttpServer
         from pgoutbox.observability.prometheus import Exposition, Page
 
@@ -95,9 +127,16 @@ class TelemetryServer:
                 return None
             status = self._status()
             reasons = [reason for reason in (watch.reason_not_alive(), status.failure) if reason]
+            lines = reasons or ["ok"]
             if path == "/readyz":
-                reasons += reasons_not_ready(status, poll_interval_seconds=self._settings.poll_interval_seconds)
-            text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
+                poll_seconds = self._settings.poll_interval_seconds
+                reasons += reasons_not_ready(status, poll_interval_seconds=poll_seconds)
+                not_served = databases_not_served(status, poll_interval_seconds=poll_seconds)
+                lines = [
+                    *(reasons or ["ok"]),
+                    *(f"not served: {name}: {reason}" for name, reason in not_served.items()),
+                ]
+            text = "".join(f"{line}\n" for line in lines)
             return Page(503 if reasons else 200, "text/plain; charset=utf-8", text.encode())
 
         server = HttpServer(host, port, answer)
@@ -105,48 +144,59 @@ class TelemetryServer:
         self._telemetry.report(logging.INFO, LogEvent.METRICS_SERVED, "metrics and probes are served", address=address)
         return server
 
-    def _event_counts(self) -> Mapping[str, int]:
-        # From 0 on: Prometheus does not see the increase of a series that appears with its first event.
-        return {event.value: self._telemetry.counts[event] for event in LogEvent}
-
     @contextlib.asynccontextmanager
-    async def at_work(self, server_time: _ServerTime) -> AsyncIterator[None]:
-        """Notify systemd and periodically read the database's time, while the worker runs."""
+    async def at_work(self) -> AsyncIterator[None]:
+        """Notify systemd while the worker runs."""
         if self._serves:
             systemd.notify(READY=1, STATUS="at work")
             if (seconds := systemd.watchdog_seconds()) is not None:
                 self._watchdog = asyncio.create_task(_feed(seconds), name="pgoutbox-watchdog")
-        keeping = None
-        if self._telemetry.measures is not None:
-            await self._set_server_time(self._telemetry.measures, server_time)
-            keeping = asyncio.create_task(self._keep_time(self._telemetry.measures, server_time), name="pgoutbox-time")
         try:
             yield
         finally:
             if self._serves:
                 systemd.notify(STOPPING=1, STATUS="stopping, waiting for handlers")
-            if keeping is not None:
-                keeping.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await keeping
 
-    async def _keep_time(self, measures: Measures, server_time: _ServerTime) -> None:
-        while True:
-            await asyncio.sleep(_ANCHOR_SECONDS)
-            await self._set_server_time(measures, server_time)
 
-    async def _set_server_time(self, measures: Measures, server_time: _ServerTime) -> None:
-        loop = asyncio.get_running_loop()
-        asked_at = loop.time()
-        try:
-            now = await server_time()
-        except (psycopg.Error, OSError) as error:
-            if not is_transient_error(error):
-                raise
-            return
-        # The query may have waited behind a claim; then its answer is too imprecise.
-        if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.knows_server_time:
-            measures.set_server_time(now, loop.time())
+def backlog_of(settings: Settings) -> Backlog | None:
+    """Return what reads the gauges of a database, or None if they are switched off."""
+    return Backlog(settings) if settings.metrics.backlog else None
+
+
+@contextlib.asynccontextmanager
+async def keeping_time(measures: Measures | None, server_time: _ServerTime) -> AsyncIterator[None]:
+    """Read the database's time periodically, if there are measures, while a worker runs."""
+    if measures is None:
+        yield
+        return
+    await _set_server_time(measures, server_time)
+    keeping = asyncio.create_task(_keep_time(measures, server_time), name="pgoutbox-time")
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+
+
+async def _keep_time(measures: Measures, server_time: _ServerTime) -> None:
+    while True:
+        await asyncio.sleep(_ANCHOR_SECONDS)
+        await _set_server_time(measures, server_time)
+
+
+async def _set_server_time(measures: Measures, server_time: _ServerTime) -> None:
+    loop = asyncio.get_running_loop()
+    asked_at = loop.time()
+    try:
+        now = await server_time()
+    except (psycopg.Error, OSError) as error:
+        if not is_transient_error(error):
+            raise
+        return
+    # The query may have waited behind a claim; then its answer is too imprecise.
+    if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.knows_server_time:
+        measures.set_server_time(now, loop.time())
 
 
 async def _feed(seconds: float) -> None:

@@ -11,7 +11,7 @@ from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.observability.events import Telemetry
 from pgoutbox.observability.measures import WorkerStatus
-from pgoutbox.observability.server import TelemetryServer
+from pgoutbox.observability.server import TelemetryServer, keeping_time
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.topics import ALERT_TOPIC
@@ -46,6 +46,7 @@ class Worker:
         queues: Sequence[str] = ("default",),
         transports: Mapping[str, Transport] | None = None,
         _shared: Shared | None = None,
+        _telemetry: Telemetry | None = None,
     ) -> None:
         settings = settings if settings is not None else outbox.settings
         if not outbox.handlers:
@@ -64,7 +65,7 @@ class Worker:
         unserved = {name: q for name in sorted(own) if (q := queue_of.get(name, "default")) not in served}
         RedirectRules.of(settings.redirect)
         self.name: str = ""  # Of the last run. One that is drawn here would be that of all children of a fork.
-        self.telemetry: Telemetry = Telemetry(_log, database=settings.database)
+        self.telemetry: Telemetry = _telemetry or Telemetry(_log, database=settings.database)
         self._stopping = asyncio.Event()
         self._run: WorkerRun | None = None
         self._setup = Setup(
@@ -176,14 +177,19 @@ class Worker:
     async def _at_work(self, *, ends_by_itself: bool) -> AsyncIterator[WorkerRun]:
         if self._setup.shared is not None:  # The worker of all databases is observed as a whole.
             run = self._run = self._new_run(ends_by_itself=ends_by_itself)
-            async with run.at_work():
+            async with run.at_work(), keeping_time(self.telemetry.measures, run.state.store.server_time):
                 yield run
             return
         async with TelemetryServer(
             self.status, self._setup.settings, self.telemetry, serves=not ends_by_itself
         ) as self.telemetry_server:
             run = self._run = self._new_run(ends_by_itself=ends_by_itself)
-            async with run.at_work(), self.telemetry_server.at_work(run.state.store.server_time):
+            server_time = run.state.store.server_time
+            async with (
+                run.at_work(),
+                self.telemetry_server.at_work(),
+                keeping_time(self.telemetry.measures, server_time),
+            ):
                 yield run
 
     def _new_run(self, *, ends_by_itself: bool) -> WorkerRun:

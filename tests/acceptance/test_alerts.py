@@ -19,14 +19,16 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.measures import WAIT_SECONDS
+from pgoutbox.observability.measures import SERVED, WAIT_SECONDS
 from pgoutbox.worker import Worker
 from pgoutbox.worker.beside.maintenance import Maintenance
+from pgoutbox.worker.multi_worker import MultiWorker
+from tests.support.http_client import ask
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, lapse, reports, running, settings_for
 from tests.support.partitions import drop_partitions
-from tests.support.prometheus import Scrapes, promtool
-from tests.support.waiting import until
+from tests.support.prometheus import Scrapes, port_of, promtool
+from tests.support.waiting import turn, until
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
@@ -136,7 +138,8 @@ async def test_each_metric_of_a_rule_is_served_by_a_worker(
         await until(lambda: measures.distributions(WAIT_SECONDS))
         await scrapes.take(worker, minutes=1)
     read = {name for expression in rules().values() for name in re.findall(r"\b(?:pgoutbox_\w+|up)\b", expression)}
-    assert read <= scrapes.names()
+    # Only a worker of many databases serves the last one: see its alert.
+    assert read <= scrapes.names() | {SERVED.series}
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -516,6 +519,27 @@ async def test_a_database_that_is_down_is_one_page(
             await scrapes.take(worker, minutes=7)
             admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true'.encode())
     scrapes.assert_firing({"PgoutboxDatabaseDown": "page", "PgoutboxListenerDown": "ticket"} | WATCHDOG)
+
+
+async def test_a_database_of_many_that_is_not_served_is_a_page_that_names_it(
+    dsn: str, db: psycopg.Connection, scrapes: Scrapes
+) -> None:
+    dsns = f"good {dsn}\ndead host=127.0.0.1 port=9 dbname=none"
+    settings = settings_for(dsn, dsns=dsns, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1)
+    outbox = Outbox(settings.model_copy(update={"dsn": None}))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = MultiWorker(outbox)
+    async with running(worker):
+        await until(lambda: worker.status().is_started)
+        await until(lambda: any(one.failure for one in worker.status().databases.values()))
+        # The first scrapes begin the reading of the gauges, and do not wait for it.
+        while 'pgoutbox_backlog_up{database="good"} 1' not in (await ask(port_of(worker), "/metrics")).body:
+            await turn(1)
+        await scrapes.take(worker, minutes=7)
+    scrapes.assert_firing({"PgoutboxDatabaseNotServed": "page"} | WATCHDOG)
 
 
 async def test_gauges_that_are_missing_are_a_page(

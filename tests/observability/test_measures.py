@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.observability import measures
+from pgoutbox.observability import measures, watched
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
 from pgoutbox.observability.measures import (
     HANDLER_SECONDS,
@@ -19,12 +19,11 @@ from pgoutbox.observability.measures import (
     Distribution,
     Measures,
     Sample,
-    WatchedWorker,
     WorkerStatus,
 )
 from pgoutbox.observability.opentelemetry import Exporter
+from pgoutbox.observability.watched import WatchedWorker
 from tests.support.sends import outgoing
-from tests.support.settings import settings_with
 from tests.support.traces import Point, metered, points_of
 
 if TYPE_CHECKING:
@@ -78,8 +77,9 @@ def test_an_export_to_opentelemetry_makes_each_sample_once(monkeypatch: pytest.M
     counts.claimed([("welcome", "bulk")], at=0.0)
     counts.sent([replace(outgoing(), queue="bulk")])
     with metered(monkeypatch) as reader:
-        Exporter(WatchedWorker(counts, lambda: WELL, dict), settings_with(metrics_backlog=False))
-        monkeypatch.setattr(measures, "Sample", make)
+        Exporter(WatchedWorker(counts, lambda: WELL, dict, None))
+        for module in (measures, watched):
+            monkeypatch.setattr(module, "Sample", make)
         points = points_of(reader)
     assert points["pgoutbox.claimed"] == [Point({"topic": "welcome", "queue": "bulk"}, 1)]
     assert sorted(labels for labels in made if "bulk" in labels) == [("welcome", "bulk"), ("welcome", "bulk", "sent")]

@@ -217,6 +217,8 @@ async def test_exactly_the_metrics_of_the_catalogue_are_served(outbox: Outbox, d
     assert own == {f"pgoutbox_{metric.name}" for metric in (*WORKER_METRICS, *DATABASE_METRICS)} | {
         "pgoutbox_build_info"
     }
+    labels = {name for family in families.values() for sample in family.samples for name in sample.labels}
+    assert "database" not in labels, "only a worker of many databases names them"
 
 
 async def test_a_client_that_requests_openmetrics_gets_it(outbox: Outbox, db: psycopg.Connection) -> None:

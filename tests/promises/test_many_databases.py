@@ -306,7 +306,7 @@ def test_the_end_of_one_database_closes_no_orm_connection_of_another(
         dsn=None,
         dsns=str(databases.file),
         concurrency="1",
-        **_ONLY_TOLD,
+        poll_interval_seconds="3600",
     )
     until_handled(databases, worker, ["one kept"])
     wait_until(lambda: len(worker.records("worker_started")) == 2, lambda: worker.log)

@@ -17,6 +17,7 @@ from psycopg.types.json import Jsonb
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker import Worker
+from pgoutbox.worker.multi_worker import MultiWorker
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def stumble(message: Message) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(worker: Worker) -> AsyncIterator[None]:
+async def running(worker: Worker | MultiWorker) -> AsyncIterator[None]:
     """Run the worker. At the end stop it, and raise its error if it ended with one."""
     task = asyncio.create_task(worker.run())
     await asyncio.sleep(0)  # Its first step creates the parts that a test may use.

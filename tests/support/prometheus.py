@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
     from pgoutbox.worker import Worker
+    from pgoutbox.worker.multi_worker import MultiWorker
 
 _FIRING: Final = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
 
@@ -33,7 +34,7 @@ def promtool(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def port_of(worker: Worker) -> int:
+def port_of(worker: Worker | MultiWorker) -> int:
     """Return the port of the worker's pages."""
     port = worker.telemetry_server.port
     assert port is not None
@@ -50,7 +51,7 @@ class Scrapes:
         self.minutes = 0
         self._series: dict[str, dict[int, float]] = defaultdict(dict)
 
-    async def take(self, *workers: Worker | None, minutes: int) -> None:
+    async def take(self, *workers: Worker | MultiWorker | None, minutes: int) -> None:
         """Scrape these workers, and repeat the result for this many minutes. None is a target that does not answer."""
         for number, worker in enumerate(workers):
             target = {"job": self.job, "instance": f"127.0.0.1:{9101 + number}"}
@@ -105,7 +106,7 @@ class Scrapes:
         return " ".join(parts)
 
 
-async def fresh_samples(worker: Worker) -> list[Sample]:
+async def fresh_samples(worker: Worker | MultiWorker) -> list[Sample]:
     """Scrape the worker until its gauges of the database are newer than this call, if it has any."""
     asked_at = time.monotonic()
     while True:

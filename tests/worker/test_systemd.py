@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.observability import systemd
 from pgoutbox.worker import Worker
-from tests.support.outbox_actions import running
+from pgoutbox.worker.multi_worker import MultiWorker
+from tests.support.outbox_actions import running, settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from pgoutbox import Outbox
 
 
 class Systemd:
@@ -69,6 +69,32 @@ async def test_a_worker_notifies_when_it_is_ready_alive_and_stopping(
         assert not init.has_heard("STOPPING")
     assert init.has_heard("STOPPING")
     assert next(iter(init.heard)) == {"READY": "1", "STATUS": "at work"}
+
+
+async def test_a_worker_of_many_databases_is_ready_when_it_serves_the_first(
+    dsn: str, tmp_path: Path, init: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    databases = tmp_path / "databases"
+    databases.write_text("dead host=127.0.0.1 port=9 dbname=none\n")
+    outbox = Outbox(settings_for(dsn, dsns=str(databases)).model_copy(update={"dsn": None}))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    worker = MultiWorker(outbox)
+    async with running(worker):
+        await until(lambda: worker.status().databases and worker.status().databases["dead"].failure)
+        assert not init.listen()
+        with databases.open("a") as listed:
+            listed.write(f"one {dsn}\n")
+        worker.read_databases()
+        await until(lambda: init.has_heard("READY"))
+        assert worker.status().is_started
+        await until(lambda: sum("WATCHDOG" in heard for heard in init.listen()) >= 3)
+        assert not init.has_heard("STOPPING")
+    assert init.has_heard("STOPPING")
 
 
 async def test_a_cron_run_sends_no_notifications(outbox: Outbox, init: Systemd) -> None:
