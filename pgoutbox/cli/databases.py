@@ -21,6 +21,7 @@ from pgoutbox.database.operator_connection import limiting
 from pgoutbox.databases import read_databases, settings_of
 from pgoutbox.doctor.findings import join_names
 from pgoutbox.errors import ConfigurationError, PgOutboxError
+from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings, load_settings
 
 _AT_ONCE: Final = 8
@@ -81,6 +82,11 @@ def load_databases(dsn: str | None, database: str | None, **overrides: object) -
     if databases is None:
         raise ConfigurationError(_NO_LIST)
     return {name: settings_of(settings, name, dsn) for name, dsn in databases.items()}
+
+
+def serves_all(settings: Settings, outbox: Outbox | None, *, names_one: bool) -> bool:
+    """Whether a command serves all databases of the list: neither its options nor the environment name one."""
+    return not names_one and settings.database is None and read_databases(settings, outbox) is not None
 
 
 def _listed(settings: Settings) -> dict[str, str] | None:

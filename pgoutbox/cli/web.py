@@ -12,9 +12,10 @@ import typer
 
 from pgoutbox.cli.arguments import load_outbox
 from pgoutbox.cli.console import configure_logging, print_line, print_note, print_warning
-from pgoutbox.cli.databases import load_database
+from pgoutbox.cli.databases import load_database, serves_all
 from pgoutbox.cli.options import App, DatabaseOptions, expanded
 from pgoutbox.errors import ConfigurationError, NotReadyError, require_extra
+from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.access import Access
@@ -45,13 +46,16 @@ def web(
     """Serve the dashboard, until SIGTERM or SIGINT.
 
     People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKENS and PGOUTBOX_WEB_OPERATOR_TOKENS. With --app, it
-    lists the application's topics, enqueues by their definitions, and hides the names that they redact.
+    lists the application's topics, enqueues by their definitions, and hides the names that they redact. With many
+    databases (PGOUTBOX_DSNS) it lists them first.
     """
     if context.invoked_subcommand is not None:
         return
-    settings = load_database(place.dsn, place.database, app=where)
-    settings.require_dsn()
+    settings = load_settings(app=where)
     outbox = load_outbox(settings.app) if settings.app is not None else None
+    if not serves_all(settings, outbox, names_one=place.dsn is not None or place.database is not None):
+        settings = load_database(place.dsn, place.database, app=where)
+        settings.require_dsn()
     configure_logging(settings)
     require_extra("pgoutbox.dashboard.server", "the dashboard", "web")
     from pgoutbox.dashboard import create_app

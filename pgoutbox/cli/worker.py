@@ -15,6 +15,7 @@ import typer
 
 from pgoutbox.cli.arguments import duration_option, load_outbox
 from pgoutbox.cli.console import configure_logging
+from pgoutbox.cli.databases import serves_all
 from pgoutbox.cli.options import (
     App,
     DatabaseOptions,
@@ -24,7 +25,6 @@ from pgoutbox.cli.options import (
     warn_of_unknown_variables,
 )
 from pgoutbox.cli.program import warn_of_unknown
-from pgoutbox.databases import read_databases
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, load_settings, parse_address
 
@@ -91,8 +91,7 @@ def worker(
         raise typer.Exit
     shares = parse_queues(queues or ())
     outbox = load_outbox(settings.app)
-    names_one = place.dsn is not None or place.database is not None or settings.database is not None
-    has_many = not names_one and read_databases(settings, outbox) is not None
+    has_many = serves_all(settings, outbox, names_one=place.dsn is not None or place.database is not None)
     if has_many:
         warn_of_unknown_variables()
     else:

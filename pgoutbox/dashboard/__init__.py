@@ -28,7 +28,8 @@ def create_app(
 
     From an outbox it takes the settings, unless `settings` are given, and the names that its topics redact. Without
     `access`, people sign in with the credentials of the settings; raises `ConfigurationError` if there are none. If you
-    mount it, it detects the prefix of its links:
+    mount it, it detects the prefix of its links. With many databases the first page lists them, and each has its
+    dashboard below its name:
 
         app = FastAPI()
         app.mount("/outbox", create_app(outbox))

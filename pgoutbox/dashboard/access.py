@@ -238,7 +238,8 @@ def _ask_for_sign_in(request: Request) -> Response:
 
 def is_live(request: Request) -> bool:
     """Return whether the script of the page sent the request, not a person."""
-    return _LIVE_HEADER in request.headers or path_of(request) == "/live"
+    asks_for_stream = request.headers.get("accept") == "text/event-stream"
+    return _LIVE_HEADER in request.headers or path_of(request) == "/live" or asks_for_stream
 
 
 def address_of(request: Request) -> str:

@@ -22,7 +22,9 @@ from starlette.types import Lifespan
 from pgoutbox.dashboard import acts, pages, sign_in, status, topics
 from pgoutbox.dashboard.access import Access, AccessMiddleware
 from pgoutbox.dashboard.dashboard import Dashboard
-from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, ResponseMiddleware
+from pgoutbox.dashboard.databases import Databases, routes_of
+from pgoutbox.dashboard.responses import EXCEPTION_HANDLERS, STATIC, ResponseMiddleware
+from pgoutbox.databases import read_databases
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
@@ -34,15 +36,22 @@ def build_app(source: Outbox | Settings, *, settings: Settings | None, access: A
     outbox = source if isinstance(source, Outbox) else None
     if settings is None:
         settings = source.settings if isinstance(source, Outbox) else source
-    settings.require_dsn()
-    dashboard = Dashboard(settings, outbox)
+    routes: Sequence[BaseRoute] = [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES, *status.ROUTES]
+    has_many = read_databases(settings, outbox) is not None
+    dashboard: Dashboard | Databases
+    if has_many:
+        dashboard = Databases(settings, outbox)
+        routes = routes_of(dashboard, routes)
+    else:
+        settings.require_dsn()
+        dashboard = Dashboard(settings, outbox)
     app = protect(
-        [*pages.ROUTES, *acts.ROUTES, *topics.ROUTES, *status.ROUTES],
+        routes,
         access if access is not None else Access.from_settings(settings),
-        public=[Mount("/static", routes=_static_routes(), name="static")],
+        public=[Mount(STATIC[has_many].rstrip("/"), routes=_static_routes(), name="static")],
         lifespan=_lifespan,
     )
-    app.state.dashboard = dashboard
+    app.state.dashboard, app.state.has_many = dashboard, has_many
     return app
 
 
@@ -68,7 +77,7 @@ def protect(
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
-    app.state.access = access
+    app.state.access, app.state.has_many = access, False
     return app
 
 

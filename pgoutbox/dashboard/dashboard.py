@@ -20,6 +20,7 @@ from pgoutbox.dashboard.credentials import VIEWER, Viewer
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Connection, Database, UnavailableError
 from pgoutbox.dashboard.history import History
 from pgoutbox.dashboard.live import ChangeFeed
+from pgoutbox.dashboard.rendering import dashboard_in
 from pgoutbox.database import sql
 from pgoutbox.doctor import Finding, Level, examine_delivery
 from pgoutbox.doctor.context import RankedQueue
@@ -250,7 +251,7 @@ def _most(counts: Mapping[str, Count], chosen: str | None) -> list[tuple[str, Co
 
 def dashboard_of(request: Request) -> Dashboard:
     """Return the dashboard of a request."""
-    return cast("Dashboard", request.app.state.dashboard)
+    return cast("Dashboard", dashboard_in(request))
 
 
 def viewer_of(request: Request) -> Viewer:

@@ -23,12 +23,18 @@ from pgoutbox.operations.acts import DID
 from pgoutbox.text import NAME, visible
 
 ROOT: Final = "pgoutbox.root"
+DATABASE: Final = "pgoutbox.database"
+"""The name of the database of a request, if there are many."""
+DASHBOARD: Final = "pgoutbox.dashboard"
+"""Its dashboard."""
 _ISO_TIME: Final = re.compile(r"(\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,6})?\+\d\d:\d\d)")
 _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def link(request: Request, name: str, /, **path_params: object) -> str:
     """Return the path of a page with the mount prefix. Never absolute, so a forged Host header has no effect."""
+    if DATABASE in request.scope and name != "static":
+        path_params["database"] = request.scope[DATABASE]
     path: str = request.app.url_path_for(name, **path_params)
     return f"{request.scope[ROOT]}{path}"
 
@@ -41,17 +47,27 @@ def render(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
-    """Render a page. The template gets the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
+    """Render a page. The template gets the context, `link`, `viewer` (None before sign-in) and `root`, the prefix.
+
+    With many databases it gets the `database` of the page, or `is_of_all` if it belongs to none.
+    """
     scope = request.scope
     known = {
         "link": partial(link, request),
         "root": scope[ROOT],
         "viewer": scope.get(VIEWER),
         "can_sign_out": SESSION in scope,
+        "database": scope.get(DATABASE),
+        "is_of_all": request.app.state.has_many and DATABASE not in scope,
     }
     text = _environment().get_template(template).render({**known, **context})
     # PostgreSQL cannot store a lone surrogate, but a query string can contain one.
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
+
+
+def dashboard_in(request: Request) -> Any:  # noqa: ANN401 - its class needs this module
+    """Return the dashboard of a request: that of its database, if there are many."""
+    return request.scope.get(DASHBOARD) or request.app.state.dashboard
 
 
 async def render_page(
@@ -59,7 +75,7 @@ async def render_page(
 ) -> HTMLResponse:
     """Render a page in a thread, so that a long page does not block other requests. Each page warns of redirects
     and copies."""
-    dashboard = request.app.state.dashboard
+    dashboard = dashboard_in(request)
     notices, totals = await dashboard.notices(), await dashboard.totals()
     own = {"totals": totals, "deployment": dashboard.settings.deployment, "done": request.query_params.get("done")}
     known = {**notices._asdict(), **own, **context}

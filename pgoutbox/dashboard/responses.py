@@ -45,6 +45,8 @@ _HEADINGS: Final[Mapping[int, str]] = {
     500: "Something went wrong",
     503: "Unavailable",
 }
+STATIC: Final = ("/static/", "/~static/")
+"""The path of static files with one database, and with many: no database can have its name."""
 # Starlette's default texts.
 _TEXTS: Final = {"Forbidden": "this page needs the role operator", "Not Found": "page not found"}
 
@@ -101,7 +103,7 @@ class ResponseMiddleware:
 def _protect(request: Request, message: Message) -> None:
     headers = MutableHeaders(scope=message)
     headers.update(SECURITY_HEADERS)
-    is_static = path_of(request).startswith("/static/") and request.method in ("GET", "HEAD")
+    is_static = path_of(request).startswith(STATIC[request.app.state.has_many]) and request.method in ("GET", "HEAD")
     if not (is_static and message["status"] in (200, 304)):
         headers["cache-control"] = "no-store"
     if message["status"] >= 400 and request.method not in ("GET", "HEAD"):

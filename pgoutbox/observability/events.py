@@ -92,7 +92,7 @@ class LogEvent(enum.StrEnum):
     DATABASE_LEFT_OUT = "database_left_out"
     """The worker of several databases cannot serve this one, and tries again. The others are served."""
     DATABASES_UNKNOWN = "databases_unknown"
-    """The list of databases cannot be read again. The worker goes on with those of the last one."""
+    """The list of databases cannot be read again. The worker or the dashboard goes on with the last one."""
     HELD_IN_COPY = "held_in_copy"
     """The database is a copy: nothing is claimed until `pgoutbox adopt`. Repeated once a minute, with the reason."""
     COPY_ADOPTED = "copy_adopted"

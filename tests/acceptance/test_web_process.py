@@ -78,6 +78,14 @@ def test_it_refuses_to_start_without_credentials_or_with_invalid_ones() -> None:
     assert "PGOUTBOX_WEB_SECRET" in refusal(web_operator_tokens=OPERATOR_TOKEN, web_secret=CANARY)
 
 
+def test_it_lists_the_databases_of_a_fleet(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
+    web = WebProcess(tmp_path, "--insecure", dsns=f"acme {dsn}\ndead host=127.0.0.1 port=9 dbname=none")
+    started.append(web)
+    listed = httpx.get(f"{web.url()}/").text
+    assert ['href="/acme/"' in listed, 'href="/dead/"' in listed] == [True, True]
+    assert "<h1>Overview</h1>" in httpx.get(f"{web.url()}/acme/").text
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
     assert "is not a loopback address" in refusal("--insecure", "--host", host)
