@@ -19,7 +19,7 @@ from pgoutbox.errors import ConfigurationError, NotReadyError
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings, plain_dsn
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,63}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 _VARIABLE: Final = "PGOUTBOX_DSNS"
 _FUNCTION: Final = "the outbox's function `databases`"
 
@@ -103,8 +103,8 @@ def _checked(entries: Iterable[_Entry]) -> dict[str, str]:
     for place, name, dsn in entries:
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ConfigurationError(
-                f"{place}: must begin with a name of 1 to 63 of A-Z, a-z, 0-9, underscore, dot and hyphen, "
-                "such as: acme postgresql://app@localhost/acme"
+                f"{place}: must begin with a name of 1 to 63 of A-Z, a-z, 0-9, underscore, dot and hyphen, the last "
+                "two not first, such as: acme postgresql://app@localhost/acme"
             )
         if name in found:
             raise ConfigurationError(f"{place}: there are two databases {name!r}; give one of them another name")

@@ -350,7 +350,7 @@ class Settings(_Group, BaseSettings):
     """Direct connection for LISTEN. Set it if `dsn` goes through a transaction pooler."""
     dsns: SecretStr | None = None
     """Databases, one in each line: a name and its DSN; or the absolute path of a file with such lines."""
-    database: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
+    database: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}$")
     """Name of one of `dsns`: commands look at this one."""
     deployment: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,63}$")
     """Name of this deployment, such as `production`. After `pgoutbox adopt`, only workers with this name send from the
