@@ -1,8 +1,8 @@
 """Migrations of the schema `pgoutbox`, stand-alone (`pgoutbox migrate`) or in the host application's own Alembic.
 
-A stand-alone run is one transaction with the version table `pgoutbox.alembic_version`. Only one run is active at a
-time. A host that prefers a single history adds `pgoutbox:migrations/sql/../versions` to its `version_locations`, and
-needs only `include_name` of this module. The DDL is in `migrations/sql`.
+A stand-alone run is one transaction for each revision, with the version table `pgoutbox.alembic_version`. Only one run
+is active at a time. A host that prefers a single history adds `pgoutbox:migrations/sql/../versions` to its
+`version_locations`, and needs only `include_name` of this module. The DDL is in `migrations/sql`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from psycopg.errors import (
 )
 
 from pgoutbox.database import connections, revisions
+from pgoutbox.database.index_builds import Index, build
 from pgoutbox.database.revisions import digest_of, find_mismatch, has_table, name_of, named_in, number_of
 from pgoutbox.database.server import PACKAGE_VERSION
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
@@ -55,7 +56,6 @@ _PAUSE_SECONDS = (0.2, 1.0)  # Between two tries, so that statements that wait b
 _OWN_REVISION = re.compile(r"^revision = ['\"]pgoutbox_\w+['\"]$", re.MULTILINE)
 # Report another run that has the lock for longer.
 _WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
-_WAIT = "SET LOCAL lock_timeout = 0"
 # The downgrade reads in this setting which messages it may delete.
 _DELETE_ALL = "SET LOCAL pgoutbox.delete_messages = 'all'"
 _DELETE_DELIVERED = "SET LOCAL pgoutbox.delete_messages = 'delivered'"
@@ -68,6 +68,8 @@ CREATE TABLE pgoutbox.alembic_version (
 )
 """
 _LOCK_VERSION_TABLE = "LOCK TABLE pgoutbox.alembic_version IN SHARE ROW EXCLUSIVE MODE"
+# A revision of an application's history does not wait for it: the build may wait for that transaction.
+_LOCK_BUILDS = "LOCK TABLE pgoutbox.revision IN SHARE UPDATE EXCLUSIVE MODE"
 _LOCK_HOLDER = """
 SELECT concat_ws(', ', 'process ' || a.pid, 'user ' || a.usename, 'application ' || nullif(a.application_name, ''))
 FROM pg_catalog.pg_locks AS l
@@ -97,6 +99,13 @@ class _LockedError(SchemaError):
     """Nothing was changed, because of a lock of another transaction or a pause: a later try may succeed."""
 
 
+class PendingRevision(NamedTuple):
+    """A revision that a database does not have, and the indexes to build before it."""
+
+    name: str
+    indexes: tuple[Index, ...]
+
+
 class SchemaState(NamedTuple):
     """The revision of a database, and the Alembic history that migrated it; None and None without the schema.
 
@@ -121,37 +130,78 @@ def upgrade(
     patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
     deployment: str | None = None,
 ) -> None:
-    """Apply the revisions up to `revision` in one transaction. Do nothing if they are applied already.
+    """Apply the revisions up to `revision`, each in one transaction. Do nothing if they are applied already.
+
+    A new schema is one transaction. Large indexes of a revision are built before its transaction, while messages flow.
 
     A new schema gets the name `deployment`: only workers with this PGOUTBOX_DEPLOYMENT send from it. That of a schema
     that exists is changed by `pgoutbox adopt`, because its workers may have no name yet.
 
     `dsn` is any libpq connection string or URL. If another migration of this database is running, it reports that
     through `report` and waits for its end. It waits at most `lock_timeout_seconds` for any other lock, because the
-    application waits behind it. Then it begins again, without any change, for `patience_seconds`, and in the end raises
-    `SchemaError`.
+    application waits behind it. Then it begins the revision again, without any change, for `patience_seconds`, and in
+    the end raises `SchemaError`.
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
-    tell = report or _log.info
+    tell, target = report or _log.info, revision
 
-    def run(connection: Connection) -> None:
-        _upgrade(connection, revision, tell, deployment)
+    def run(connection: Connection) -> str | None:
+        return _upgrade(connection, dsn, target, tell, deployment)
 
-    _patiently(dsn, run, tell, lock_timeout_seconds, patience_seconds, creates=True)
+    while rest := _patiently(dsn, run, tell, lock_timeout_seconds, patience_seconds, creates=True):
+        target = rest
 
 
-def _upgrade(connection: Connection, revision: str, report: Callable[[str], None], deployment: str | None) -> None:
-    is_new = _require_own_history(connection) is None
-    _run_alembic("upgrade", _config(connection), revision)
+def _upgrade(
+    connection: Connection, dsn: str, target: str, report: Callable[[str], None], deployment: str | None
+) -> str | None:
+    """Build the indexes of the next revision, or apply it, or all of a new schema. Return the target if there is more."""
+    before = _require_own_history(connection)
+    is_new = before is None
+    config = _config(connection)
+    pending = [] if before is None else _pending(config, before, target)
+    # This transaction excludes other runs, and has locked nothing else. A build uses up no patience of the next one.
+    if pending and build(dsn, pending[0].indexes, report):
+        return pending[-1].name
+    connection.exec_driver_sql(_LIMIT_IDLE)
+    _run_alembic("upgrade", config, pending[0].name if pending else target)
     if is_new and deployment is not None:
         connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
-    if missing := _set_up_roles(connection):
+    is_last = len(pending) <= 1
+    if (missing := _set_up_roles(connection)) and is_last:
         report(
             f"roles are missing that you may not create: {', '.join(missing)}. "
             f"Let a role that may create roles run `{create_roles_sql(missing)}`, "
             "then run `pgoutbox migrate grants`"
         )
+    return None if is_last else pending[-1].name
+
+
+def build_indexes(
+    dsn: str,
+    *,
+    report: Callable[[str], None] | None = None,
+    lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+) -> None:
+    """Build the large indexes of the next revision while messages flow, for an application's own Alembic history.
+
+    Its `alembic upgrade` then adopts them. Without it, an index is built while enqueues wait. Run it again after an
+    error: it goes on with what is left. It waits and gives up like `upgrade`.
+    """
+    tell = report or _log.info
+
+    def run(connection: Connection) -> None:
+        driver = _driver_of(connection)
+        _require_match(driver)
+        if not has_table(driver, "message"):
+            raise SchemaError("this database has no schema pgoutbox; run: pgoutbox migrate")
+        connection.exec_driver_sql(_LOCK_BUILDS)
+        for revision in pending_revisions(_newest_name(driver))[:1]:
+            build(dsn, revision.indexes, tell)
+
+    _patiently(dsn, run, tell, lock_timeout_seconds, patience_seconds)
 
 
 def grants(
@@ -201,6 +251,7 @@ def downgrade(
         if _require_own_history(connection) is None:
             return
         connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
+        connection.exec_driver_sql(_LIMIT_IDLE)
         _run_alembic("downgrade", _config(connection), revision)
         if _revision_of(connection) is None:
             connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
@@ -236,8 +287,7 @@ def state(dsn: str) -> SchemaState:
             return SchemaState(revision, "pgoutbox", fault)
         if not has_table(driver, "message"):
             return SchemaState(None, None, fault)
-        # The version table of an application does not name this revision if one of its own depends on it.
-        return SchemaState(name_of(revisions.newest_in(driver)), "application", fault)
+        return SchemaState(_newest_name(driver), "application", fault)
 
 
 def deployment_of(dsn: str) -> str | None:
@@ -256,6 +306,11 @@ def head() -> str:
     if newest is None:
         raise ConfigurationError(f"no migrations in {version_location()}; the installation is incomplete")
     return newest
+
+
+def pending_revisions(applied: str) -> list[PendingRevision]:
+    """Return the revisions of this package after `applied`, in their order."""
+    return _pending(_config(), applied, "head")
 
 
 def upgrade_sql(revision: str = "head") -> str:
@@ -407,13 +462,21 @@ def _migration(
     dsn: str, report: Callable[[str], None], lock_timeout_seconds: float, *, creates: bool
 ) -> Iterator[Connection]:
     """Open the transaction of a run, with the lock that excludes other runs until its end."""
-    with _transaction(dsn) as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(_transaction(dsn))
         _require_server_version(connection)
-        _lock_out_other_migrations(connection, report, creates=creates)
-        connection.exec_driver_sql(_LIMIT_IDLE)
+        if not _has_locked_out_other_migrations(connection, creates=creates):
+            holder = connection.exec_driver_sql(_LOCK_HOLDER).scalar()
+            report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
+            while True:
+                # The other run may build an index, and PostgreSQL may make that wait for the end of this transaction.
+                stack.close()
+                time.sleep(random.uniform(*_PAUSE_SECONDS))
+                connection = stack.enter_context(_transaction(dsn))
+                if _has_locked_out_other_migrations(connection, creates=creates):
+                    break
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
-        with _alembic_state:
-            yield connection
+        yield connection
 
 
 @contextlib.contextmanager
@@ -439,6 +502,7 @@ def _transaction(dsn: str) -> Iterator[Connection]:
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.exec_driver_sql("SET LOCAL lock_timeout = 0")
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")  # While indexes are built.
             yield connection
     except (DBAPIError, psycopg.Error) as error:
         cause = error.orig if isinstance(error, DBAPIError) else error
@@ -459,26 +523,15 @@ def _transaction(dsn: str) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None], *, creates: bool) -> None:
-    # The lock belongs to the transaction and not to the session. So it works through a transaction pooler, and cannot
-    # outlive the run.
-    connection.exec_driver_sql(_WAIT_BRIEFLY)
-    if _has_version_table_locked(connection, creates=creates):
-        return
-    holder = connection.exec_driver_sql(_LOCK_HOLDER).scalar()
-    report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
-    connection.exec_driver_sql(_WAIT)
-    while not _has_version_table_locked(connection, creates=creates):
-        pass  # Another run has just created or dropped the table, and has ended.
-
-
-def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
+def _has_locked_out_other_migrations(connection: Connection, *, creates: bool) -> bool:
     """Lock the version table, with `creates` create it first. Return False if another run was faster or is active.
 
-    Without `creates`, a missing table is not locked, and neither is a schema of a host's history.
+    The lock belongs to the transaction and not to the session. So it works through a transaction pooler, and cannot
+    outlive the run. Without `creates`, a missing table is not locked, and neither is a schema of a host's history.
     """
     from sqlalchemy.exc import DBAPIError
 
+    connection.exec_driver_sql(_WAIT_BRIEFLY)
     try:
         with connection.begin_nested():
             # CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
@@ -509,11 +562,15 @@ def _revision_of(connection: Connection) -> str | None:
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
 
+def _newest_name(driver: psycopg.Connection[object]) -> str:
+    # The version table of an application does not name this revision if one of its own depends on it.
+    return name_of(revisions.newest_in(driver))
+
+
 def _require_own_history(connection: Connection) -> str | None:
     """Return the revision of the schema, None without one. Raise `SchemaError` if this package cannot migrate it."""
     driver, revision = _driver_of(connection), _revision_of(connection)
-    if mismatch := find_mismatch(driver):
-        raise SchemaError(f"{mismatch.what}; nothing was changed. To fix it, {mismatch.fix}")
+    _require_match(driver)
     if revision is None and has_table(driver, "message"):
         tables = "".join(f" ({named.table})" for named in named_in(driver))
         own = "" if tables else f". If `pgoutbox migrate` did, {revisions.record_fix(revisions.newest_in(driver))}"
@@ -527,6 +584,11 @@ def _require_own_history(connection: Connection) -> str | None:
             f"{head()}; nothing was changed. Install the version that migrated it: pip install -U pgoutbox"
         )
     return revision
+
+
+def _require_match(driver: psycopg.Connection[object]) -> None:
+    if mismatch := find_mismatch(driver):
+        raise SchemaError(f"{mismatch.what}; nothing was changed. To fix it, {mismatch.fix}")
 
 
 def _driver_of(connection: Connection) -> psycopg.Connection[object]:
@@ -568,8 +630,7 @@ class _Script(io.StringIO):
 def _script_of(revision: str) -> _Script:
     _require_alembic()
     script = _Script()
-    with _alembic_state:
-        _run_alembic("upgrade", _config(output=script), revision, sql=True)
+    _run_alembic("upgrade", _config(output=script), revision, sql=True)
     return script
 
 
@@ -579,11 +640,27 @@ def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = F
 
     run = command.upgrade if direction == "upgrade" else command.downgrade
     try:
-        run(config, revision, sql=sql)
+        with _alembic_state:
+            run(config, revision, sql=sql)
     except CommandError as error:
-        raise SchemaError(
-            f"cannot {direction} to revision {revision!r}: {error}; this version of the package ends at {head()!r}"
-        ) from error
+        raise _revision_error(direction, revision, error) from error
+
+
+def _pending(config: Config, applied: str, target: str) -> list[PendingRevision]:
+    from alembic.script import ScriptDirectory
+    from alembic.script.revision import RevisionError
+
+    try:
+        later = ScriptDirectory.from_config(config).iterate_revisions(target, applied, implicit_base=True)
+        return [PendingRevision(one.revision, getattr(one.module, "INDEXES", ())) for one in later][::-1]
+    except RevisionError as error:
+        raise _revision_error("upgrade", target, error) from error
+
+
+def _revision_error(direction: str, revision: str, error: Exception) -> SchemaError:
+    return SchemaError(
+        f"cannot {direction} to revision {revision!r}: {error}; this version of the package ends at {head()!r}"
+    )
 
 
 def _config(connection: Connection | None = None, *, output: io.StringIO | None = None) -> Config:

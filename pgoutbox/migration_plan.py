@@ -13,6 +13,7 @@ import psycopg
 
 from pgoutbox import migrate
 from pgoutbox.database import connections
+from pgoutbox.database.index_builds import missing_builds
 from pgoutbox.errors import SchemaError
 
 _COMMENT: Final = re.compile(r"--[^\n]*\n?")
@@ -62,8 +63,9 @@ _BYTES_PER_SECOND: Final = 50_000_000  # Of a slow disk: a plan is rather too lo
 class PlannedStep(NamedTuple):
     """A statement of a migration on a relation that exists.
 
-    All locks last until the end of the migration, which is one transaction. `seconds` is an estimate for a statement
-    that reads all of the relation. A statement whose lock is not known has no relation.
+    A lock lasts until the end of its revision, which is one transaction. The builds of indexes come before it.
+    `seconds` is an estimate for a statement that reads all of the relation. A statement whose lock is not known has no
+    relation.
     """
 
     relation: str
@@ -83,15 +85,27 @@ def plan(dsn: str) -> list[PlannedStep]:
         raise SchemaError(fault)
     if before in (None, migrate.head()):
         return []  # A new schema has no table that anybody uses.
-    steps = []
+    steps: list[PlannedStep | None] = []
     with connections.connect(dsn, purpose="migrate", answer_seconds=60.0) as connection:
         connection.read_only = True
-        for text in migrate.upgrade_statements(f"{before}:head"):
-            statement = " ".join(_COMMENT.sub("", text).split())
-            is_planned = statement and migrate.VERSION_TABLE not in statement
-            if is_planned and (step := _step_of(statement, connection)) is not None:
+        for revision in migrate.pending_revisions(before):
+            for index in revision.indexes:
+                steps += [_step_of(build.statement, connection) for build in missing_builds(connection, index)]
+            adopting = {f"{_plain(statement)};" for index in revision.indexes for statement in index.statements}
+            for text in migrate.upgrade_statements(f"{before}:{revision.name}"):
+                statement = _plain(text)
+                if not statement or migrate.VERSION_TABLE in statement:
+                    continue
+                step = _step_of(statement, connection)
+                if step is not None and statement in adopting:
+                    step = step._replace(seconds=0.0) if step.relation else None
                 steps.append(step)
-    return steps
+            before = revision.name
+    return [step for step in steps if step is not None]
+
+
+def _plain(statement: str) -> str:
+    return " ".join(_COMMENT.sub("", statement).split())
 
 
 def _step_of(statement: str, connection: psycopg.Connection) -> PlannedStep | None:

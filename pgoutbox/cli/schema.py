@@ -59,7 +59,7 @@ def migrate(
 ) -> None:
     """Create or upgrade the schema pgoutbox.
 
-    Uses one transaction for a database. Changes nothing if the schema is up to date. On a terminal, it asks for the
+    Uses one transaction for each revision. Changes nothing if the schema is up to date. On a terminal, it asks for the
     name of a new schema's deployment, without --all. --plan estimates the time of a statement that reads a whole table.
     """
     options.context.obj = options
@@ -81,7 +81,7 @@ def migrate(
     if plan:
         _print_plan(target, options)
         return
-    with interruptible("nothing was changed; run `pgoutbox migrate` again"):
+    with interruptible("the current revision was not applied; run `pgoutbox migrate` again"):
         before = migrations.current(target)
         if before is None and settings.deployment is None and sys.stdin.isatty() and not options.as_json:
             answer = typer.prompt(_QUESTION, default="", show_default=False, err=True)
@@ -135,6 +135,19 @@ def current(options: Options) -> None:
         {"revision": found.revision, "head": newest, "history": found.history, "fault": found.fault},
         f"{found.revision or 'not migrated'} ({'; '.join(notes)})",
     )
+
+
+@command(of=migrate_app)
+def indexes(options: Options) -> None:
+    """Build the large indexes of the next revision, while messages flow.
+
+    For an application's own Alembic history, before `alembic upgrade`, and for a DBA before the SQL script. `pgoutbox
+    migrate` does the same.
+    """
+    target = options.settings.require_dsn()
+    with interruptible("run `pgoutbox migrate indexes` again; it goes on with what is left"):
+        migrations.build_indexes(target, report=print_note)
+    options.print({}, "large indexes of the next revision: all exist")
 
 
 @command(of=migrate_app)
@@ -213,7 +226,7 @@ def _print_plan(target: str, options: Options) -> None:
         options.print({}, f"schema pgoutbox: {_planned_change(before, steps)}")
         return
     if not options.as_json:
-        print_note(f"{_planned_change(before, steps)}, in one transaction: each lock lasts until its end")
+        print_note(f"{_planned_change(before, steps)}, one transaction for each revision: a lock lasts until its end")
     options.print_rows(_PLAN_COLUMNS, _shortened(steps, options))
 
 

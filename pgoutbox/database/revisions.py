@@ -64,11 +64,13 @@ def name_of(number: int) -> str:
 
 def digest_of(number: int) -> str | None:
     """Return the digest of the SQL files of a revision in this package, None if it does not have the revision."""
+    if not any((MIGRATIONS / "versions").glob(f"{number:04}_*.py")):
+        return None
     folder = MIGRATIONS / ("sql" if number == 1 else f"sql_{number:04}")
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.sql")):
         digest.update(f"{path.relative_to(folder).as_posix()}\0{path.read_text(encoding='utf-8')}\0".encode())
-    return digest.hexdigest() if folder.is_dir() else None
+    return digest.hexdigest()
 
 
 def has_table(connection: psycopg.Connection[Any], name: str) -> bool:

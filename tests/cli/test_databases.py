@@ -26,7 +26,7 @@ from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.forks import LIBRARIES, forks
 from tests.support.outbox_actions import enqueue
-from tests.support.revisions import FIRST, add_revision
+from tests.support.revisions import FIRST, INDEXES, add_revision
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -449,6 +449,24 @@ class TestMigrate:
             ("old", FIRST, newest),
             ("older", FIRST, newest),
         ]
+
+    def test_large_indexes_are_built_in_the_database_of_the_name(
+        self,
+        fleet: Fleet,
+        cli_anywhere: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        databases = fleet("acme", "beta")
+        add_revision(tmp_path, monkeypatch, INDEXES)
+        monkeypatch.setenv("PGOUTBOX_DSNS", databases.lines)
+        done = cli_anywhere("migrate", "indexes", "--database", "beta")
+        assert (done.exit_code, done.out) == (0, "large indexes of the next revision: all exist\n")
+        assert re.findall(r"on pgoutbox\.message_live \(", done.err) == ["on pgoutbox.message_live ("]
+        built = "SELECT to_regclass('pgoutbox.message_live_worker') IS NOT NULL"
+        for name, has_built in (("acme", False), ("beta", True)):
+            with psycopg.connect(databases.dsns[name]) as connection:
+                assert connection.execute(built).fetchone() == (has_built,)
 
     @pytest.mark.parametrize("arguments", [["--all", "--sql"], ["--all", "current"]])
     def test_all_is_for_migrate_and_its_plan_only(

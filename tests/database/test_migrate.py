@@ -24,7 +24,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError, SchemaError
 from tests.support.catalog import catalog
 from tests.support.partitions import drop_partitions
-from tests.support.revisions import FIRST, add_revision, copy_revisions
+from tests.support.revisions import FIRST, INDEXES, add_revision, copy_revisions
 from tests.support.roles import login, with_another_name
 from tests.support.waiting import wait_until
 
@@ -211,6 +211,29 @@ class TestAlone:
             run.result()
         assert "pgoutbox.alembic_version" not in tables(dsn)
 
+    def test_a_waiting_upgrade_keeps_no_transaction_open(self, dsn: str) -> None:
+        """The other run may build an index, which waits for each transaction that is open, even without a statement."""
+        reports: queue.Queue[str] = queue.Queue()
+        opened = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+            " AND application_name = 'pgoutbox migrate' AND xact_start < %s"
+        )
+        with (
+            psycopg.connect(dsn) as gate,
+            psycopg.connect(dsn, autocommit=True) as db,
+            ThreadPoolExecutor() as threads,
+        ):
+            gate.execute(migrate._LOCK_VERSION_TABLE.encode())
+            run = threads.submit(migrate.upgrade, dsn, report=reports.put)
+            try:
+                assert reports.get(timeout=50).startswith("another migration is running")
+                (told_at,) = db.execute("SELECT clock_timestamp()").fetchone() or (None,)
+                wait_until(lambda: db.execute(opened, [told_at]).fetchone() == (0,), lambda: "it is still open")
+                assert not run.done()
+            finally:
+                gate.rollback()
+            run.result()
+
     def test_locks_of_a_login_without_privileges_block_no_migration_and_no_partition(self, dsn: str) -> None:
         with login(dsn) as theirs, psycopg.connect(theirs, autocommit=True) as stranger:
             stranger.execute("SELECT pg_advisory_lock(%s)", [int.from_bytes(b"pgoutbox")])
@@ -266,8 +289,10 @@ class TestAlone:
                 migrate.downgrade, dsn, "base", report=reports.put, lock_timeout_seconds=0.05, patience_seconds=patience
             )
             assert "another migration is running" in reports.get(timeout=60)
-            waits = "SELECT FROM pg_locks WHERE waitstart < clock_timestamp() - make_interval(secs => %s)"
-            wait_until(lambda: observer.execute(waits, [patience]).rowcount, lambda: "it does not wait")
+            (told_at,) = observer.execute("SELECT clock_timestamp()").fetchone() or (None,)
+            waits = "SELECT WHERE clock_timestamp() > %s::timestamptz + make_interval(secs => %s)"
+            wait_until(lambda: observer.execute(waits, [told_at, patience]).rowcount, lambda: "time stands still")
+            assert not downgrade.done()
             gate.rollback()
             assert "has a lock that the migration needs" in reports.get(timeout=60)
             reader.rollback()
@@ -550,6 +575,24 @@ class TestAsBranchOfTheHost:
         command.upgrade(host, "heads")
         standalone = [found for found in catalog(dsn) if "alembic_version" not in found[1]]
         assert catalog(empty_dsn) == standalone
+
+    def test_the_upgrade_of_the_host_adopts_indexes_that_were_built_before(
+        self, host: Config, empty_dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        command.upgrade(host, "heads")
+        add_revision(tmp_path, monkeypatch, INDEXES)
+        host.set_main_option("version_locations", f"{tmp_path}/versions {migrate.version_location()}")
+        migrate.build_indexes(empty_dsn)
+        file_of = "SELECT pg_relation_filepath('pgoutbox.message_live_worker')"
+        valid = "SELECT bool_and(i.indisvalid) FROM pg_index AS i WHERE i.indrelid = 'pgoutbox.message'::regclass"
+        with psycopg.connect(empty_dsn, autocommit=True) as db:
+            built = db.execute(file_of).fetchone()
+            command.upgrade(host, "heads")
+            assert db.execute(file_of).fetchone() == built
+            assert db.execute(valid).fetchone() == (True,)
+            adopted = "SELECT count(*) FROM pg_inherits WHERE inhrelid = 'pgoutbox.message_live_worker'::regclass"
+            assert db.execute(adopted).fetchone() == (1,)
+        assert migrate.state(empty_dsn) == ("pgoutbox_0002", "application", None)
 
     def test_autogenerate_of_the_host_finds_no_changes(self, host: Config) -> None:
         command.upgrade(host, "heads")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pgoutbox import migration_plan
 from pgoutbox.cli.main import main
-from tests.support.revisions import add_revision
+from tests.support.revisions import add_revision, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_plan_has_each_statement_with_its_lock(
     dsn: str, db: psycopg.Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migration_plan, "_BYTES_PER_SECOND", 1)
-    add_revision(tmp_path, monkeypatch, [*PLANNED, UNKNOWN, *UNPLANNED])
+    add_revision(tmp_path, monkeypatch, running([*PLANNED, UNKNOWN, *UNPLANNED]))
     expected = [(f"{text};", f"pgoutbox.{one}", lock, reads) for text, (one, lock, reads) in PLANNED.items()]
     steps = [(step.statement, step.relation, step.lock, step.seconds > 0) for step in migration_plan.plan(dsn)]
     assert steps == [*expected, (f"{UNKNOWN};", "", "unknown", False)]
@@ -81,7 +81,7 @@ def test_a_narrow_terminal_shows_each_step_of_the_plan(
     """A long statement is cut, and breaks no name and no number."""
     view = "CREATE OR REPLACE VIEW pgoutbox.home_view AS SELECT" + " h.deployment," * 100 + " 1 FROM pgoutbox.home AS h"
     constraint = "ALTER TABLE pgoutbox.maintenance_run VALIDATE CONSTRAINT maintenance_run_single"
-    add_revision(tmp_path, monkeypatch, [view, constraint])
+    add_revision(tmp_path, monkeypatch, running([view, constraint]))
     terminal, its_end = pty.openpty()
     with open(its_end, "w") as output, monkeypatch.context() as patch:  # noqa: PTH123 - it has no path
         patch.setattr("sys.stdout", output)

@@ -12,7 +12,7 @@ import pgoutbox
 from pgoutbox import SchemaError, migrate
 from tests.support.command_line import run_process
 from tests.support.outbox_actions import enqueue
-from tests.support.revisions import copy_revisions
+from tests.support.revisions import add_revision
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ def test_a_revision_changes_nothing_while_workers_run_that_are_too_old_for_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copied = copy_revisions(tmp_path, monkeypatch)
-    (copied / "versions" / "0002_contract.py").write_text(CONTRACT)
-    (copied / "sql_0002").mkdir()
+    add_revision(tmp_path, monkeypatch, CONTRACT)
     worker = started()
     names = "SELECT name FROM pgoutbox.worker_view"
     ((name,),) = db.execute(names).fetchall()

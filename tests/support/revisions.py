@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from typing import TYPE_CHECKING, Final
 
@@ -45,7 +46,37 @@ def downgrade():
     op.execute("DO $$ BEGIN PERFORM pgoutbox.set_up_roles(); END $$")
 """
 
-_STATEMENTS: Final = """
+# It adds two large indexes.
+INDEXES: Final = """
+from alembic import op
+from sqlalchemy import DDL
+
+from pgoutbox.migrate import FORGET_REVISION, Index, is_applied_by_another_run, note_revision
+
+revision = "pgoutbox_0002"
+down_revision = "pgoutbox_0001"
+INDEXES = (
+    Index("message_worker", "pgoutbox.message", "(worker) WHERE worker IS NOT NULL"),
+    Index("message_failed_by_worker", "pgoutbox.message_failed", "(worker, id)"),
+)
+
+
+def upgrade():
+    if is_applied_by_another_run(revision, down_revision):
+        return
+    for index in INDEXES:
+        for statement in index.statements:
+            op.execute(DDL(statement.replace("%", "%%")))
+    op.execute(note_revision(2, lowest_package="0.1"))
+
+
+def downgrade():
+    op.execute(FORGET_REVISION)
+    op.execute("DROP INDEX pgoutbox.message_worker")
+    op.execute("DROP INDEX pgoutbox.message_failed_by_worker")
+"""
+
+_RUNNING: Final = """
 from alembic import op
 from sqlalchemy import DDL
 
@@ -59,14 +90,16 @@ def upgrade():
 """
 
 
-def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch, statements: Sequence[str] | None = None) -> str:
-    """Let `pgoutbox.migrate` work on a copy of the revisions that has one more. Return its name.
+def running(statements: Sequence[str]) -> str:
+    """Return the text of a revision that runs these statements."""
+    return _RUNNING.format(statements=[*statements])
 
-    It runs these statements, or by default those of `_NEXT`.
-    """
-    text = _NEXT if statements is None else _STATEMENTS.format(statements=[*statements])
+
+def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str = _NEXT) -> str:
+    """Let `pgoutbox.migrate` work on a copy of the revisions that has this one more. Return its name."""
     (copy_revisions(directory, monkeypatch) / "versions" / "0002_next.py").write_text(text)
-    return "pgoutbox_next"
+    (name,) = re.findall(r'^revision = "(\w+)"$', text, re.MULTILINE)
+    return str(name)
 
 
 def copy_revisions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

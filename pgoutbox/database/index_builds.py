@@ -1,0 +1,126 @@
+"""Indexes that a later revision adds to a table with messages, built partition by partition while messages flow.
+
+A revision names them in `INDEXES`, and its upgrade runs their `statements`. These adopt the indexes that `build` has
+made on the partitions, and then read no table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import psycopg
+from psycopg.errors import UndefinedTable
+
+from pgoutbox.database import connections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+# The partitions whose own index is missing or was left behind half built, unless the index of the whole table exists.
+_MISSING: Final = """
+SELECT quote_ident(named.name), t.relid::regclass::text, i.indexrelid::regclass::text, pg_table_size(t.relid)
+FROM pg_partition_tree(%(table)s) AS t
+JOIN pg_class AS c ON c.oid = t.relid
+CROSS JOIN LATERAL (SELECT CASE t.level WHEN 0 THEN %(name)s ELSE c.relname || %(suffix)s END) AS named (name)
+LEFT JOIN pg_index AS i ON i.indexrelid = to_regclass('pgoutbox.' || quote_ident(named.name))
+LEFT JOIN pg_index AS whole ON whole.indexrelid = to_regclass('pgoutbox.' || quote_ident(%(name)s))
+WHERE t.isleaf AND i.indisvalid IS NOT TRUE AND whole.indisvalid IS NOT TRUE
+ORDER BY c.relname
+"""
+# A timeout of the role. The settings are left alone where it has none, because a pooler would keep them.
+_NO_TIMEOUTS: Final = """
+SELECT set_config(s.name, '0', false)
+FROM pg_settings AS s
+WHERE s.name IN ('lock_timeout', 'statement_timeout') AND s.setting <> '0'
+"""
+_DROP_HALF_BUILT: Final = """
+DO $half_built$
+DECLARE
+    index_name text;
+BEGIN
+    FOR index_name IN
+        SELECT i.indexrelid::regclass
+        FROM pg_partition_tree('{table}') AS t
+        JOIN pg_index AS i ON i.indrelid = t.relid AND NOT i.indisvalid
+        WHERE t.isleaf
+    LOOP
+        EXECUTE 'DROP INDEX ' || index_name; -- The index of the whole table would adopt it, and never be used.
+    END LOOP;
+END
+$half_built$
+"""
+
+
+class Index(NamedTuple):
+    """An index on a table of the schema. Its name begins with that of the table: message_campaign on pgoutbox.message.
+
+    `definition` is the rest of CREATE INDEX after the table. It is neither unique nor on a column of the same revision.
+    """
+
+    name: str
+    table: str
+    definition: str
+
+    @property
+    def statements(self) -> tuple[str, str]:
+        """The statements of the revision. Without a build before, the second reads the table and blocks its writers."""
+        create = f"CREATE INDEX IF NOT EXISTS {self.name} ON {self.table} {self.definition}"
+        return _DROP_HALF_BUILT.format(table=self.table), create
+
+
+class Build(NamedTuple):
+    """An index of one partition that is still to be built."""
+
+    name: str
+    relation: str
+    half_built: str | None
+    size_bytes: int
+    statement: str
+
+
+def missing_builds(connection: psycopg.Connection, index: Index) -> list[Build]:
+    """Return the builds that `index` still needs, none if its table does not exist."""
+    exists = "SELECT to_regclass(%s) IS NOT NULL"
+    if connection.execute(exists, [index.table]).fetchone() == (False,):
+        return []
+    suffix = index.name.removeprefix(index.table.removeprefix("pgoutbox."))
+    found = connection.execute(_MISSING, {"table": index.table, "name": index.name, "suffix": suffix})
+    return [
+        Build(name, relation, half_built, size, f"CREATE INDEX CONCURRENTLY {name} ON {relation} {index.definition}")
+        for name, relation, half_built, size in found
+    ]
+
+
+def build(dsn: str, indexes: Collection[Index], report: Callable[[str], None]) -> bool:
+    """Build what is missing of these indexes, one partition after the other. Return whether anything was missing.
+
+    Neither reads nor writes wait for it.
+
+    It waits for all transactions that are open. Whatever ends it, the next call goes on with what is left: it drops an
+    index that was left half built. The caller excludes a second call.
+    """
+    was_missing = False
+    if not indexes:
+        return was_missing
+    with connections.connect(dsn, purpose="migrate", answer_seconds=None) as connection:
+        connection.execute(_NO_TIMEOUTS)
+        for index in indexes:
+            while missing := missing_builds(connection, index):
+                _build(connection, missing[0], index, report)
+                was_missing = True
+    return was_missing
+
+
+def _build(connection: psycopg.Connection, missing: Build, index: Index, report: Callable[[str], None]) -> None:
+    with contextlib.suppress(UndefinedTable):  # Retention has dropped the partition.
+        if missing.half_built is not None:
+            # The server may still build it for a client that is gone. LOCK has no snapshot for which that would wait.
+            with connection.transaction():
+                connection.execute(f"LOCK TABLE {missing.relation} IN SHARE UPDATE EXCLUSIVE MODE".encode())
+            if missing in missing_builds(connection, index):
+                connection.execute(f"DROP INDEX CONCURRENTLY {missing.half_built}".encode())
+            return
+        size = f"{missing.size_bytes / 1e6:,.1f} MB"
+        report(f"building index {missing.name} on {missing.relation} ({size}), while messages flow")
+        connection.execute(missing.statement.encode())
