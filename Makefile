@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test test-all coverage check budget bench soak docs site clean
+.PHONY: help demo test test-all coverage check budget dump bench soak docs site clean
 help: ## Show the commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
@@ -73,6 +73,9 @@ check-tests:
 
 budget: $(STAMP) ## Count what a message costs, and write the budget that CI compares
 	$(BIN)/python -m tests.budget --write
+
+dump: $(STAMP) ## Freeze the schema with messages in all states as the dump of the next release, which later revisions must bring forward
+	$(BIN)/python -m tests.frozen
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
