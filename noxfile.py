@@ -31,8 +31,9 @@ NPM_VERSIONS: Final = {
     "17": "17.10.0-beta.17",
     "18": "18.4.0-beta.17",
 }
-ON_SERVER: Final = ("tests/database", "tests/enqueue", "tests/operations", "tests/worker")
-ON_PYTHON: Final = ("tests/package", "tests/enqueue", "tests/worker")
+README: Final = "tests/acceptance/test_wheel.py"  # It installs the wheel, and types what the README says.
+ON_SERVER: Final = ("tests/database", "tests/enqueue", "tests/frozen", "tests/operations", "tests/worker", README)
+ON_PYTHON: Final = ("tests/package", "tests/enqueue", "tests/worker", README)
 
 nox.options.default_venv_backend = "uv"
 os.environ["PATH"] += "".join(f":{path}" for path in Path.home().glob(".pyenv/versions/*/bin"))

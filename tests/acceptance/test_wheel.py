@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Final
 
 import pytest
 
@@ -19,24 +18,15 @@ from tests.support.brokers import accepts
 from tests.support.pages import ROOT, blocks_of
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
+from tests.support.wheels import UV, build
 
 pytestmark = pytest.mark.slow
-
-UV: Final = str(Path(sys.executable).with_name("uv"))
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from the source archive, like a release."""
-    directory = tmp_path_factory.mktemp("dist")
-    build(ROOT, directory)
-    (built,) = directory.glob("*.whl")
-    return built
-
-
-def build(source: Path, directory: Path) -> None:
-    command = [sys.executable, "-m", "build", "--installer", "uv", "--outdir", str(directory), str(source)]
-    subprocess.run(command, check=True, capture_output=True)
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
 def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrations(wheel: Path) -> None:
@@ -87,6 +77,17 @@ def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
     assert wheel.name.startswith(f"pgoutbox-{pgoutbox.__version__}-")
 
 
+def installed(environment: Path, package: str) -> dict[str, str]:
+    """Install this package alone into a new virtual environment, and return the variables for its programs."""
+    for command in (
+        ["venv", "--python", sys.executable, str(environment)],
+        ["pip", "install", "--python", str(environment), package],
+    ):
+        subprocess.run([UV, "--quiet", *command], check=True)
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith(("PGOUTBOX_", "PYTHON"))}
+    return inherited | {"PATH": os.pathsep.join((str(environment / "bin"), os.environ["PATH"]))}
+
+
 def test_the_quick_start_of_the_readme_delivers_an_e_mail_with_the_wheel_alone(
     wheel: Path, empty_dsn: str, tmp_path: Path
 ) -> None:
@@ -103,22 +104,15 @@ def test_the_quick_start_of_the_readme_delivers_an_e_mail_with_the_wheel_alone(
     install, rest = typed.split("\n", 1)
     assert install == "pip install pgoutbox aiosmtpd"
     before, server, after = re.split(r"^(.*aiosmtpd --nosetuid.*) &\n", rest, flags=re.MULTILINE)
-    environment = tmp_path / "venv"
-    for command in (
-        ["venv", "--python", sys.executable, str(environment)],
-        ["pip", "install", "--python", str(environment), str(wheel)],
-    ):
-        subprocess.run([UV, "--quiet", *command], check=True)
+    environment = installed(tmp_path / "venv", str(wheel))
     with (tmp_path / "mails").open("w") as mails:
         mail_server = subprocess.Popen([sys.executable, "-u", *shlex.split(server)[1:]], stdout=mails)
         try:
             wait_until(lambda: accepts(int(port)), lambda: f"no mail server at {port}")
-            inherited = {n: v for n, v in os.environ.items() if not n.startswith(("PGOUTBOX_", "PYTHON"))}
-            path = os.pathsep.join((str(environment / "bin"), os.environ["PATH"]))
             done = subprocess.run(
                 ["bash", "-ec", before + after],
                 cwd=tmp_path,
-                env=inherited | {"PATH": path},
+                env=environment,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -131,3 +125,35 @@ def test_the_quick_start_of_the_readme_delivers_an_e_mail_with_the_wheel_alone(
     assert received.count("MESSAGE FOLLOWS") == 1
     assert "To: ada@example.org" in received
     assert "Order 7 is on its way." in received
+
+
+def test_the_other_commands_of_the_readme_run_with_the_wheel_and_its_demo(
+    wheel: Path, empty_dsn: str, tmp_path: Path
+) -> None:
+    demo, night = (
+        block.text
+        for block in blocks_of(ROOT / "README.md")
+        if block.language == "sh" and block.directive != "run: quick start"
+    )
+    install, demo = demo.split("\n", 1)
+    assert install == "pip install 'pgoutbox[demo]'"
+    environment = installed(tmp_path / "venv", f"{wheel}[demo]") | {"PGOUTBOX_DSN": empty_dsn}
+
+    def run(commands: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    shown = run(demo)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "The ledger adds up." in shown.stdout
+    assert run("pgoutbox migrate").returncode == 0
+    answers = {command.split()[1]: run(command) for command in night.splitlines()}
+    assert [done.stderr for done in answers.values() if "Traceback" in done.stderr] == []
+    assert {name: done.returncode for name, done in answers.items()} == {
+        "doctor": 1,  # No worker runs.
+        "failures": 0,
+        "show": 1,
+        "redrive": 0,
+    }, answers
+    assert "4711" in answers["show"].stderr

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from tests.conftest import Server
+from tests.rehearsal.release import install_both
 from tests.rehearsal.run import BROKEN, rehearse
 from tests.support.pooler import pooled
 
@@ -65,9 +66,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pgoutbox-rehearsal-") as name:
         directory = Path(name)
         directory.chmod(0o711)  # PostgreSQL's account must be able to enter.
+        releases = install_both(directory)
         with server_for(directory, is_pooled=arguments.pooled) as (server, dsn):
             struck = None if arguments.calm else server
-            facts = rehearse(dsn, directory, arguments.seconds, seed, server=struck)
+            facts = rehearse(dsn, directory, releases, arguments.seconds, seed, server=struck)
     unexpected = facts.pop("unexpected")
     table = Table("fact", "value")
     for name, value in facts.items():

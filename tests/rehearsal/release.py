@@ -1,7 +1,8 @@
-"""Two releases as installed packages: this one, and a made-up 0.2.0 with a change of each kind.
+"""Two releases as installed wheels: this one, and a made-up 0.2.0 with a change of each kind.
 
-The later one has a new column of messages, an index on it, changed functions, a new option, a claim that reads the new
-column, and needs its own schema. It changes the files of this package by replacing texts that must occur once.
+The later one has a new column of messages, an index on it, changed functions, a new option, a renamed setting, a claim
+that reads the new column, and needs its own schema. It changes the files of this package by replacing texts that must
+occur once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pgoutbox
 from tests.support.pages import ROOT
+from tests.support.wheels import build, install_alone
 
 LATER: Final = "0.2.0"
+FORMER_VARIABLE: Final = "PGOUTBOX_WORKER_NAME"
+PRESENT_VARIABLE: Final = "PGOUTBOX_WORKER_LABEL"
 
 _REVISION: Final = """
 from pathlib import Path
@@ -45,7 +50,6 @@ def upgrade():
     run(LOCK_MESSAGES)
     run("ALTER TYPE pgoutbox.draft ADD ATTRIBUTE campaign text")
     run("ALTER TABLE pgoutbox.message ADD COLUMN campaign text")
-    run("CREATE INDEX message_campaign ON pgoutbox.message (campaign) WHERE campaign IS NOT NULL")
     replace_functions(SQL / "sql_0002")
     run(note_revision(2, lowest_package="0.1"))
 
@@ -54,6 +58,29 @@ def downgrade():
     # The column stays: a call that began with the later functions would not find it.
     run(FORGET_REVISION)
     replace_functions(SQL / "sql" / "functions")
+"""
+_INDEX_REVISION: Final = """
+from alembic import op
+from sqlalchemy import DDL
+
+from pgoutbox.migrate import FORGET_REVISION, Index, is_applied_by_another_run, note_revision
+
+revision = "pgoutbox_0003"
+down_revision = "pgoutbox_0002"
+INDEXES = (Index("message_campaign", "pgoutbox.message", "(campaign) WHERE campaign IS NOT NULL"),)
+
+
+def upgrade():
+    if is_applied_by_another_run(revision, down_revision):
+        return
+    for index in INDEXES:
+        for statement in index.statements:
+            op.execute(DDL(statement.replace("%", "%%")))
+    op.execute(note_revision(3, lowest_package="0.1"))
+
+
+def downgrade():
+    op.execute(FORGET_REVISION)  # The index stays, as its column does.
 """
 
 
@@ -65,22 +92,27 @@ class Release:
     path: Path
 
 
-def install(directory: Path, version: str) -> Release:
-    """Copy this package into a new folder, under this version."""
+def install_both(directory: Path) -> tuple[Release, Release]:
+    """Build and install this release and the later one."""
+    return _install(ROOT, directory, pgoutbox.__version__), _install(_later(directory / "source"), directory, LATER)
+
+
+def _install(source: Path, directory: Path, version: str) -> Release:
     path = directory / f"pgoutbox-{version}"
-    shutil.copytree(ROOT / "pgoutbox", path / "pgoutbox", ignore=shutil.ignore_patterns("__pycache__"))
-    facts = path / f"pgoutbox-{version}.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text(f"Metadata-Version: 2.4\nName: pgoutbox\nVersion: {version}\n")
-    (facts / "RECORD").touch()
+    install_alone(build(source, directory / f"dist-{version}"), path)
     return Release(version, path)
 
 
-def install_later(directory: Path) -> Release:
-    """Make the later release."""
-    release = install(directory, LATER)
-    package = release.path / "pgoutbox"
-    functions, added = package / "migrations" / "sql" / "functions", package / "migrations" / "sql_0002"
+def _later(source: Path) -> Path:
+    """Make the source of the later release."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("pgoutbox", "migrations"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    package, migrations = source / "pgoutbox", source / "migrations"
+    _replace(package / "__init__.py", f'__version__ = "{pgoutbox.__version__}"', f'__version__ = "{LATER}"')
+    functions, added = migrations / "sql" / "functions", migrations / "sql_0002"
     added.mkdir()
     for name, given in (("_enqueue", "d"), ("_enqueue_receipt", "options")):
         target = added / f"{name}.sql"
@@ -89,7 +121,8 @@ def install_later(directory: Path) -> Release:
             target, "attempt_budget, headers, payload_version", "attempt_budget, headers, campaign, payload_version"
         )
         _replace(target, f"{given}.headers, coalesce(", f"{given}.headers, {given}.campaign, coalesce(")
-    (package / "migrations" / "versions" / "0002_campaigns.py").write_text(_REVISION)
+    (migrations / "versions" / "0002_campaigns.py").write_text(_REVISION)
+    (migrations / "versions" / "0003_index_of_campaigns.py").write_text(_INDEX_REVISION)
     _replace(
         package / "database" / "server.py", "REQUIRED_SCHEMA_VERSION: Final = 1", "REQUIRED_SCHEMA_VERSION: Final = 2"
     )
@@ -121,7 +154,13 @@ def install_later(directory: Path) -> Release:
         "            row.payload_version,\n",
         "            row.payload_version,\n            row.campaign,\n",
     )
-    return release
+    settings = package / "settings.py"
+    _replace(settings, "    worker_name: str", "    worker_label: str")
+    _replace(settings, "FORMER_NAMES: Final[Mapping[str, str]] = {}", 'FORMER_NAMES = {"worker_name": "worker_label"}')
+    _replace(package / "worker" / "run.py", "settings.worker_name", "settings.worker_label")
+    for old in ('"worker_name": name', "if settings.worker_name is", '"--name", settings.worker_name'):
+        _replace(package / "cli" / "worker.py", old, old.replace("worker_name", "worker_label"))
+    return source
 
 
 def _replace(path: Path, old: str, new: str) -> None:

@@ -18,10 +18,9 @@ from typing import Any, Final
 
 import psycopg
 
-import pgoutbox
 from pgoutbox.embedded import EmbeddedServer
 from tests.rehearsal.locks import watched_locks
-from tests.rehearsal.release import Release, install, install_later
+from tests.rehearsal.release import FORMER_VARIABLE, PRESENT_VARIABLE, Release
 from tests.rehearsal.storm import Storm, storm_over
 from tests.soak.crew import LEASE_SECONDS, Process
 from tests.soak.verdict import ENDS
@@ -63,6 +62,7 @@ class Fleet:
             "PGOUTBOX_DSN": self.dsn,
             "PGOUTBOX_LEASE_SECONDS": str(LEASE_SECONDS),
             "PGOUTBOX_LOG_FORMAT": "json",
+            FORMER_VARIABLE: "rehearsal",
             "PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS": "0",
         }
 
@@ -157,15 +157,21 @@ class Fleet:
 
 
 def rehearse(
-    dsn: str, directory: Path, seconds: float, seed: int, *, server: EmbeddedServer | None = None
+    dsn: str,
+    directory: Path,
+    releases: tuple[Release, Release],
+    seconds: float,
+    seed: int,
+    *,
+    server: EmbeddedServer | None = None,
 ) -> dict[str, Any]:
     """Run the upgrade and the way back. Return what happened. With its own `server`, a storm strikes all the time."""
     chance = random.Random(seed)
+    first, later = releases
     fleet = Fleet(dsn, directory, seed)
     with contextlib.ExitStack() as stack:
         if server is not None:
             fleet.storm = stack.enter_context(storm_over(fleet, server, chance))
-        first, later = install(directory, pgoutbox.__version__), install_later(directory)
         fleet.migrate(first)
         locks = stack.enter_context(watched_locks(dsn if server is None else server.dsn))
         try:
@@ -174,6 +180,14 @@ def rehearse(
             for process in fleet.processes.values():
                 process.signal(signal.SIGKILL)
                 process.log.close()
+    fact["warned of the former name"] = [
+        release.version
+        for release in releases
+        if any(
+            f"setting {FORMER_VARIABLE} is now {PRESENT_VARIABLE}" in log.read_text()
+            for log in directory.glob(f"worker * of {release.version}.log")
+        )
+    ]
     return fact | fleet.facts() | locks.facts() | judge(dsn, directory, has_storm=server is not None)
 
 
@@ -201,7 +215,8 @@ def _there_and_back(fleet: Fleet, first: Release, later: Release, step: float, c
     fleet.work(f"refused worker of {later.version}", later)
     refused = fleet.processes.pop(f"refused worker of {later.version}")
     assert refused.running is not None
-    fact: dict[str, Any] = {"a later worker on the earlier schema": f"exit code {refused.running.wait(60)}"}
+    code = refused.running.wait(60)
+    fact: dict[str, Any] = {"a later worker on the earlier schema": f"exit code {code}"}
     refused.log.close()
     fleet.flow(step, chance)
     fleet.stop(*(name for name in fleet.processes if "producer" in name))
@@ -230,6 +245,10 @@ def judge(dsn: str, directory: Path, *, has_storm: bool) -> dict[str, Any]:
         (failed_count,) = connection.execute("SELECT count(*) FROM pgoutbox.message_failed").fetchone() or (0,)
         rows = connection.execute("SELECT (m.payload ->> 'number')::bigint FROM pgoutbox.message AS m")
         committed = {number for (number,) in rows}
+        unnamed = "SELECT count(*) FROM pgoutbox.message WHERE worker NOT LIKE 'rehearsal:%'"
+        (unnamed_count,) = connection.execute(unnamed).fetchone() or (0,)
+        half_built = "SELECT count(*) FROM pg_index WHERE NOT indisvalid"
+        (half_built_count,) = connection.execute(half_built).fetchone() or (0,)
     disconnections = sum(map(len, found.get("disconnected", {}).values()))
     return {
         "acknowledged": len(acknowledged),
@@ -245,6 +264,8 @@ def judge(dsn: str, directory: Path, *, has_storm: bool) -> dict[str, Any]:
         "with a wrong option": len(found.get("wrong", {})),
         "failed": failed_count,
         "connections lost by faults" if has_storm else "disconnected producers": disconnections,
+        "by a worker without the name that its setting gives": unnamed_count,
+        "indexes that are half built": half_built_count,
     }
 
 
@@ -274,6 +295,8 @@ BROKEN: Final = (
     "with a wrong option",
     "failed",
     "disconnected producers",
+    "by a worker without the name that its setting gives",
+    "indexes that are half built",
     "unexpected",
 )
 """The facts that must be zero or empty."""
