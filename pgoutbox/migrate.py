@@ -156,7 +156,7 @@ def upgrade(
 def _upgrade(
     connection: Connection, dsn: str, target: str, report: Callable[[str], None], deployment: str | None
 ) -> str | None:
-    """Build the indexes of the next revision, or apply it, or all of a new schema. Return the target unless it is reached."""
+    """Build the indexes of the next revision, or apply it, or a new schema. Return the target until it is there."""
     before = _require_own_history(connection)
     is_new = before is None
     config = _config(connection)

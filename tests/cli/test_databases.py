@@ -107,8 +107,8 @@ class TestOneOfThem:
     @pytest.mark.parametrize(
         "command",
         [
-            *(["stats"], ["list"], ["show", "1"], ["cancel", "1"], ["export", "1"], ["doctor"], ["web"], ["migrate"]),
-            *(["migrate", "current"], ["retention"], ["worker", "--app", "tests.support.topics_app:outbox"]),
+            *(["stats"], ["list"], ["show", "1"], ["cancel", "1"], ["export", "1"], ["doctor"], ["migrate"]),
+            *(["migrate", "current"], ["retention"]),
         ],
         ids=" ".join,
     )

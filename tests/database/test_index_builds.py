@@ -246,7 +246,8 @@ def test_a_run_goes_on_where_the_last_one_ended(dsn: str, db: psycopg.Connection
 
 def test_timeouts_of_the_role_end_no_build(dsn: str, db: psycopg.Connection, reader: psycopg.Connection) -> None:
     with ThreadPoolExecutor(1) as threads:
-        short = f"{dsn}&options=-c%20lock_timeout%3D100%20-c%20statement_timeout%3D100%20-c%20idle_in_transaction_session_timeout%3D100"
+        names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
+        short = f"{dsn}&options=" + "%20".join(f"-c%20{name}%3D100" for name in names)
         run = threads.submit(migrate.upgrade, short)
         try:
             session = builder(db)
