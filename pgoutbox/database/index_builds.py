@@ -50,6 +50,33 @@ BEGIN
 END
 $half_built$
 """
+_REQUIRE_OWN_NAMES: Final = """
+DO $names$
+DECLARE
+    other text;
+BEGIN
+    SELECT taken.oid::regclass
+    INTO other
+    FROM pg_partition_tree('{table}') AS t
+    JOIN pg_class AS c ON c.oid = t.relid
+    CROSS JOIN LATERAL (SELECT CASE t.level WHEN 0 THEN '{name}' ELSE c.relname || '{suffix}' END) AS named (name)
+    JOIN pg_class AS taken ON taken.oid = to_regclass('pgoutbox.' || quote_ident(named.name))
+    LEFT JOIN pg_index AS i ON i.indexrelid = taken.oid AND i.indrelid = t.relid
+    WHERE (t.isleaf OR t.level = 0)
+        AND (
+            i.indexrelid IS NULL
+            OR coalesce(pg_partition_root(taken.oid), taken.oid) <> 'pgoutbox.{name}'::regclass
+        )
+    ORDER BY taken.relname
+    LIMIT 1;
+    IF FOUND THEN
+        RAISE duplicate_object USING MESSAGE = format(
+            'index {name} on {table} needs the name %s, which something else has; rename index {name}', other
+        );
+    END IF;
+END
+$names$
+"""
 
 
 class Index(NamedTuple):
@@ -63,10 +90,19 @@ class Index(NamedTuple):
     definition: str
 
     @property
-    def statements(self) -> tuple[str, str]:
-        """The statements of the revision. Without a build before, the second reads the table and blocks its writers."""
+    def statements(self) -> tuple[str, str, str]:
+        """The statements of the revision. Without a build before, the second reads the table and blocks its writers.
+
+        The third one fails if another index or table has the name of this index, or of its part on a partition.
+        """
         create = f"CREATE INDEX IF NOT EXISTS {self.name} ON {self.table} {self.definition}"
-        return _DROP_HALF_BUILT.format(table=self.table), create
+        names = _REQUIRE_OWN_NAMES.format(name=self.name, table=self.table, suffix=self.suffix)
+        return _DROP_HALF_BUILT.format(table=self.table), create, names
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, after that of the table. The index of a partition has it too."""
+        return self.name.removeprefix(self.table.removeprefix("pgoutbox."))
 
 
 class Build(NamedTuple):
@@ -84,8 +120,7 @@ def missing_builds(connection: psycopg.Connection, index: Index) -> list[Build]:
     exists = "SELECT to_regclass(%s) IS NOT NULL"
     if connection.execute(exists, [index.table]).fetchone() == (False,):
         return []
-    suffix = index.name.removeprefix(index.table.removeprefix("pgoutbox."))
-    found = connection.execute(_MISSING, {"table": index.table, "name": index.name, "suffix": suffix})
+    found = connection.execute(_MISSING, {"table": index.table, "name": index.name, "suffix": index.suffix})
     return [
         Build(name, relation, half_built, size, f"CREATE INDEX CONCURRENTLY {name} ON {relation} {index.definition}")
         for name, relation, half_built, size in found

@@ -14,8 +14,9 @@ import pytest
 
 from pgoutbox import SchemaError, migrate, migration_plan
 from pgoutbox.database import revisions
+from pgoutbox.database.index_builds import Index
 from tests.support.outbox_actions import enqueue
-from tests.support.revisions import FIRST, INDEXES, add_revision
+from tests.support.revisions import FIRST, INDEXES, add_revision, adding
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ SELECT i.indexrelid::regclass::text FROM pg_index AS i WHERE NOT i.indisvalid AN
 BUILDING: Final = """
 SELECT p.pid FROM pg_stat_progress_create_index AS p WHERE p.datname = current_database() AND p.phase LIKE 'waiting%'
 """
+OF_ALL: Final = Index("message_x", "pgoutbox.message", "(claimed_at)")
+OF_FAILED: Final = Index("message_failed_x", "pgoutbox.message_failed", "(worker)")
 WAITING_FOR_THE_TABLE: Final = """
 SELECT count(*) FROM pg_locks WHERE mode = 'ShareUpdateExclusiveLock' AND locktype = 'relation' AND NOT granted
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -278,6 +281,27 @@ def test_the_plan_names_the_builds_and_no_long_lock(dsn: str, db: psycopg.Connec
         ("pgoutbox.message_failed", "SHARE", 0.0),
         ("pgoutbox.worker", "SHARE", 0.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("indexes", "taken"),
+    [
+        pytest.param((OF_ALL, OF_FAILED), "message_failed_x", id="the part of an index before it"),
+        pytest.param((OF_FAILED, OF_ALL), "message_failed_x", id="an index before it"),
+        pytest.param((Index("message_ordered", *OF_ALL[1:]),), "message_failed_ordered", id="an index of revision 1"),
+        pytest.param((Index("message_live_ordered", *OF_ALL[1:]),), "message_live_ordered", id="another table's index"),
+        pytest.param((Index("message_done", *OF_ALL[1:]),), "message_done", id="a table"),
+    ],
+)
+def test_a_revision_fails_if_something_else_has_the_name_of_its_index(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexes: tuple[Index, ...], taken: str
+) -> None:
+    add_revision(tmp_path / "other", monkeypatch, adding(*indexes))
+    name = indexes[-1].name
+    error = f"^index {name} on .* needs the name pgoutbox.{taken}, which something else has; rename index {name}\n"
+    with pytest.raises(psycopg.errors.DuplicateObject, match=error):
+        migrate.upgrade(dsn)
+    assert migrate.current(dsn) == FIRST
 
 
 def test_a_new_schema_needs_no_build(empty_dsn: str, newest: str) -> None:

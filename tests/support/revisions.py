@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 from pgoutbox.database import revisions
+from pgoutbox.database.index_builds import Index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +47,7 @@ def downgrade():
     op.execute("DO $$ BEGIN PERFORM pgoutbox.set_up_roles(); END $$")
 """
 
-# It adds two large indexes.
-INDEXES: Final = """
+_INDEXES: Final = """
 from alembic import op
 from sqlalchemy import DDL
 
@@ -55,10 +55,7 @@ from pgoutbox.migrate import FORGET_REVISION, Index, is_applied_by_another_run, 
 
 revision = "pgoutbox_0002"
 down_revision = "pgoutbox_0001"
-INDEXES = (
-    Index("message_worker", "pgoutbox.message", "(worker) WHERE worker IS NOT NULL"),
-    Index("message_failed_by_worker", "pgoutbox.message_failed", "(worker, id)"),
-)
+INDEXES = {indexes}
 
 
 def upgrade():
@@ -72,8 +69,8 @@ def upgrade():
 
 def downgrade():
     op.execute(FORGET_REVISION)
-    op.execute("DROP INDEX pgoutbox.message_worker")
-    op.execute("DROP INDEX pgoutbox.message_failed_by_worker")
+    for index in INDEXES:
+        op.execute(f"DROP INDEX pgoutbox.{{index.name}}")
 """
 
 _RUNNING: Final = """
@@ -93,6 +90,17 @@ def upgrade():
 def running(statements: Sequence[str]) -> str:
     """Return the text of a revision that runs these statements."""
     return _RUNNING.format(statements=[*statements])
+
+
+def adding(*indexes: Index) -> str:
+    """Return the text of a revision that adds these large indexes."""
+    return _INDEXES.format(indexes=indexes)
+
+
+INDEXES: Final = adding(
+    Index("message_worker", "pgoutbox.message", "(worker) WHERE worker IS NOT NULL"),
+    Index("message_failed_by_worker", "pgoutbox.message_failed", "(worker, id)"),
+)
 
 
 def add_revision(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str = _NEXT) -> str:
