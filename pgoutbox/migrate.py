@@ -164,7 +164,8 @@ def _upgrade(
     # This transaction excludes other runs, and has locked nothing else. A build uses up no patience of the next one.
     if pending and build(dsn, pending[0].indexes, report):
         return pending[-1].name
-    connection.exec_driver_sql(_LIMIT_IDLE)
+    if not is_new:  # Nothing waits behind a new schema.
+        connection.exec_driver_sql(_LIMIT_IDLE)
     _run_alembic("upgrade", config, pending[0].name if pending else target)
     if is_new and deployment is not None:
         connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
