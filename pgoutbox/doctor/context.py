@@ -80,7 +80,12 @@ class DoctorContext:
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """Run one statement in its own read-only transaction, and return its rows."""
-        return self.read(lambda connection: connection.execute(statement, parameters).fetchall())
+
+        def fetch(connection: psycopg.Connection[Any]) -> list[DictRow]:
+            with connection.cursor(row_factory=dict_row) as cursor:
+                return cursor.execute(statement, parameters).fetchall()
+
+        return self.read(fetch)
 
     def read(self, work: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Run `work` in a read-only transaction."""

@@ -16,8 +16,7 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.settings import Settings
-from pgoutbox.worker import Worker
-from pgoutbox.worker.multi_worker import MultiWorker
+from pgoutbox.worker import MultiWorker, Worker
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:

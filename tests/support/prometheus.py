@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.samples import Sample
 
-    from pgoutbox.worker import Worker
-    from pgoutbox.worker.multi_worker import MultiWorker
+    from pgoutbox.worker import MultiWorker, Worker
 
 _FIRING: Final = 'count by (alertname, severity) (ALERTS{alertstate="firing"})'
 

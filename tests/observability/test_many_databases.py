@@ -21,7 +21,7 @@ from pgoutbox.message import Message
 from pgoutbox.observability.backlog import Backlog, Reading, TurnsOfBacklogs
 from pgoutbox.observability.measures import Measures, Sample, WorkerStatus
 from pgoutbox.observability.watched import WatchedDatabases, WatchedWorker
-from pgoutbox.worker.multi_worker import MultiWorker
+from pgoutbox.worker import MultiWorker
 from tests.support.many_databases import Databases, StartFleet, locked, until_handled
 from tests.support.outbox_actions import running, settings_for
 from tests.support.proxy import proxy_to
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Server
     from tests.support.worker_process import WorkerProcess
+
+pytestmark = pytest.mark.slow
 
 _SERVES = {"metrics_address": "127.0.0.1:0", "metrics_cache_seconds": "0.1"}
 
