@@ -89,6 +89,8 @@ def worker(
         configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
         logging.getLogger("pgoutbox.worker").info("no worker runs on this host: PGOUTBOX_WORKER_ENABLED is false")
         raise typer.Exit
+    if settings.app is None and settings.dsns is None and place.dsn is None:
+        settings.require_dsn()  # Nothing is set: this is the first thing to set.
     shares = parse_queues(queues or ())
     outbox = load_outbox(settings.app)
     has_many = serves_all(settings, outbox, names_one=place.dsn is not None or place.database is not None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
@@ -20,7 +21,7 @@ from pgoutbox.transports.redirect import RedirectRules
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.queues import name_all, parse_queues
-from pgoutbox.worker.run import Setup, Shared, WorkerRun
+from pgoutbox.worker.run import Setup, WorkerRun
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -45,7 +46,7 @@ class Worker:
         settings: Settings | None = None,
         queues: Sequence[str] = ("default",),
         transports: Mapping[str, Transport] | None = None,
-        _shared: Shared | None = None,
+        _shared: Any = None,  # noqa: ANN401 - Shared, whose part for Django has no complete type
         _telemetry: Telemetry | None = None,
     ) -> None:
         settings = settings if settings is not None else outbox.settings

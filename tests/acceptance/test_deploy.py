@@ -19,7 +19,7 @@ import yaml
 import pgoutbox
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.observability.measures import DATABASE_METRICS, WORKER_METRICS, Kind
+from pgoutbox.observability.measures import DATABASE_METRICS, SERVED, WORKER_METRICS, Kind
 from pgoutbox.settings import VARIABLES, Settings, load_settings
 from tests.support.messages import PUT_SENDING
 from tests.support.missing import server_missing
@@ -67,10 +67,10 @@ _VALUES: Final[Mapping[str, frozenset[str]]] = {
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """Return the labels of every available series."""
+    """Return the labels of every available series. With many databases, each series names its database."""
     found = {"pgoutbox_build_info": frozenset({"version"}), "up": frozenset()}
-    for metric in (*WORKER_METRICS, *DATABASE_METRICS):
-        labels = frozenset(metric.labels)
+    for metric in (*WORKER_METRICS, *DATABASE_METRICS, SERVED):
+        labels = frozenset(metric.labels) | {"database"}
         if metric.kind is Kind.HISTOGRAM:
             found |= {f"{metric.series}_{part}": labels for part in ("sum", "count")}
             found[f"{metric.series}_bucket"] = labels | {"le"}

@@ -58,7 +58,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path, empty_dsn: str, dsn: str,
         assert connection.execute("SELECT deployment FROM pgoutbox.home").fetchone() == ("production",)
     assert catalog(empty_dsn) == catalog(dsn)
 
-    current, plan, script, grants, removal = COMMANDS
+    current, plan, _, script, indexes, grants, removal = COMMANDS  # tests/cli/test_databases.py runs the third one.
     assert type_in(current) == "pgoutbox_0001 (up to date)\n"
     assert type_in(plan) == "schema pgoutbox: up to date\n"
     assert type_in(script) == ""
@@ -66,6 +66,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path, empty_dsn: str, dsn: str,
         run_script(server.dsn_for(other), (tmp_path / "pgoutbox.sql").read_text())
         assert catalog(server.dsn_for(other)) == catalog(dsn)
         assert migrate.state(server.dsn_for(other)) == ("pgoutbox_0001", "pgoutbox", None)
+    assert type_in(indexes) == "large indexes of the next revision: all exist\n"
     assert type_in(grants) == "roles of pgoutbox: all exist and have their rights\n"
     assert type_in(f"{removal} --yes") == "schema pgoutbox: pgoutbox_0001 -> base\n"
     assert migrate.state(empty_dsn) == (None, None, None)
