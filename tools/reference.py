@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import copy
 import re
 import subprocess
 import sys
@@ -419,7 +420,9 @@ def _signature(function: griffe.Function, name: str) -> str:
         if isinstance(parameter.default, griffe.ExprName | griffe.ExprAttribute):
             with suppress(KeyError):  # The value of a constant tells more than its name.
                 parameter.default = _package()[parameter.default.canonical_path.removeprefix("pgoutbox.")].value
-    text = f"def {function.signature(return_type=True, name=name)}: ...".replace("= object()", "= ...")
+    public = copy.copy(function)
+    public.parameters = griffe.Parameters(*(one for one in function.parameters if not one.name.startswith("_")))
+    text = f"def {public.signature(return_type=True, name=name)}: ...".replace("= object()", "= ...")
     return _formatted(text, "--line-length", "100").removesuffix(": ...")
 
 
