@@ -30,7 +30,7 @@ PLANNED: Final = {
     "ALTER TABLE pgoutbox.queue SET (fillfactor = 90)": ("queue", "SHARE UPDATE EXCLUSIVE", False),
     "ALTER TABLE pgoutbox.message ADD CONSTRAINT later CHECK (id <> /* none; or all */ 0)": ("message", WHOLE, True),
     "ALTER TABLE pgoutbox.message ADD CONSTRAINT later CHECK (id <> 0) NOT VALID": ("message", WHOLE, False),
-    "ALTER TABLE ONLY pgoutbox.queue ADD COLUMN later text DEFAULT 'a;b'": ("queue", WHOLE, False),
+    "ALTER TABLE ONLY pgoutbox.topic_pause ADD COLUMN later text DEFAULT 'a;b'": ("topic_pause", WHOLE, False),
     "ALTER TABLE pgoutbox.revision ALTER COLUMN digest TYPE varchar(99)": ("revision", WHOLE, True),
     "ALTER VIEW pgoutbox.worker_view RENAME COLUMN slots TO later": ("worker_view", WHOLE, False),
     "CREATE OR REPLACE VIEW pgoutbox.home_view AS SELECT v.*, ';'::text AS later FROM"
