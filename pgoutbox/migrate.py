@@ -189,7 +189,7 @@ def build_indexes(
     """Build the large indexes of the next revision while messages flow, for an application's own Alembic history.
 
     Its `alembic upgrade` then adopts them. Without it, an index is built while enqueues wait. Run it again after an
-    error: it goes on with what is left. It waits and gives up like `upgrade`.
+    error: it builds the remaining indexes. It waits and gives up like `upgrade`.
     """
     tell = report or _log.info
 

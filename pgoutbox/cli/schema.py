@@ -145,7 +145,7 @@ def indexes(options: Options) -> None:
     migrate` does the same.
     """
     target = options.settings.require_dsn()
-    with interruptible("run `pgoutbox migrate indexes` again; it goes on with what is left"):
+    with interruptible("run `pgoutbox migrate indexes` again; it builds the remaining ones"):
         migrations.build_indexes(target, report=print_note)
     options.print({}, "large indexes of the next revision: all exist")
 

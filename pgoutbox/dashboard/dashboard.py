@@ -204,7 +204,7 @@ class Dashboard:
         return reads.queues(connection, names, reads.QUEUE_CAP) if len(names) <= reads.MAX_QUEUES else []
 
     def _kept(self, name: str, seconds: float, load: Callable[[], _T], *, keeps: bool = True) -> _T:
-        """Return what was loaded under this name within these seconds, or load it now."""
+        """Return the value that was loaded under this name in the last `seconds`, or load it now."""
         asked_at = time.monotonic()
         read_at, found = self._known.get(name, (-math.inf, None))
         if asked_at - read_at > seconds:

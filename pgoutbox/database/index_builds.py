@@ -128,12 +128,10 @@ def missing_builds(connection: psycopg.Connection, index: Index) -> list[Build]:
 
 
 def build(dsn: str, indexes: Collection[Index], report: Callable[[str], None]) -> bool:
-    """Build what is missing of these indexes, one partition after the other. Return whether anything was missing.
+    """Build the missing parts of these indexes, one partition after the other. Return whether a part was missing.
 
-    Neither reads nor writes wait for it.
-
-    It waits for all transactions that are open. Whatever ends it, the next call goes on with what is left: it drops an
-    index that was left half built. The caller excludes a second call.
+    Neither reads nor writes wait for it. It waits for all open transactions. After an interruption, the next call drops
+    the half built index and builds the remaining ones. The caller excludes a second call.
     """
     was_missing = False
     if not indexes:

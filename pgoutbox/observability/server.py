@@ -159,7 +159,7 @@ class TelemetryServer:
 
 
 def backlog_of(settings: Settings) -> Backlog | None:
-    """Return what reads the gauges of a database, or None if they are switched off."""
+    """Return the reader of a database's gauges, None if they are switched off."""
     return Backlog(settings) if settings.metrics.backlog else None
 
 

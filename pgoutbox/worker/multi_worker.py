@@ -196,7 +196,7 @@ class MultiWorker:
             return
         try:
             wanted = await asyncio.to_thread(self._read)
-        except Exception as error:  # noqa: BLE001 - what is served now is served further
+        except Exception as error:  # noqa: BLE001 - the worker goes on with the last list
             reason = describe(error)
             if reason != self._trouble:
                 self._trouble = reason

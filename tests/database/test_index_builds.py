@@ -100,12 +100,10 @@ def test_messages_are_enqueued_and_claimed_while_an_index_is_built(
     assert reports.get_nowait().startswith(f"building index {first}_worker on pgoutbox.{first} (")
 
 
-@pytest.mark.parametrize("again", [migrate.upgrade, migrate.build_indexes])
-def test_a_build_that_was_interrupted_is_dropped_and_done_again(
-    dsn: str, db: psycopg.Connection, reader: psycopg.Connection, again: Callable[[str], None]
-) -> None:
+def interrupt(work: Callable[[str], None], dsn: str, db: psycopg.Connection, reader: psycopg.Connection) -> None:
+    """End the session that builds an index, and leave that index half built."""
     with ThreadPoolExecutor(1) as threads:
-        run = threads.submit(migrate.upgrade, dsn)
+        run = threads.submit(work, dsn)
         try:
             db.execute("SELECT pg_terminate_backend(%s)", [builder(db)])
             with pytest.raises(psycopg.OperationalError, match="terminating connection"):
@@ -113,6 +111,13 @@ def test_a_build_that_was_interrupted_is_dropped_and_done_again(
         finally:
             reader.rollback()
     assert len(db.execute(INVALID).fetchall()) == 1
+
+
+@pytest.mark.parametrize("again", [migrate.upgrade, migrate.build_indexes])
+def test_a_build_that_was_interrupted_is_dropped_and_done_again(
+    dsn: str, db: psycopg.Connection, reader: psycopg.Connection, again: Callable[[str], None]
+) -> None:
+    interrupt(migrate.upgrade, dsn, db, reader)
     assert migrate.current(dsn) == FIRST
     again(dsn)
     assert db.execute(INVALID).fetchall() == []
@@ -124,15 +129,7 @@ def test_a_revision_does_not_adopt_an_index_that_was_left_half_built(
     dsn: str, db: psycopg.Connection, reader: psycopg.Connection
 ) -> None:
     """An application's own history may run it without a build before."""
-    with ThreadPoolExecutor(1) as threads:
-        run = threads.submit(migrate.build_indexes, dsn)
-        try:
-            db.execute("SELECT pg_terminate_backend(%s)", [builder(db)])
-            with pytest.raises(psycopg.OperationalError, match="terminating connection"):
-                run.result(timeout=60)
-        finally:
-            reader.rollback()
-    assert len(db.execute(INVALID).fetchall()) == 1
+    interrupt(migrate.build_indexes, dsn, db, reader)
     db.execute(migrate.upgrade_sql(f"{FIRST}:head").encode())
     expect_all_built(db)
 

@@ -35,7 +35,7 @@ KEY: Final = "MTIzNDU2Nzg5MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTI="
 NOBODY_LISTENS: Final = "http://127.0.0.1:9/"
 LARGE: Final = "".join(chr(65 + number * number % 58) for number in range(40_000))
 
-# The states in the dump, and after a worker of any later release has done what is due.
+# The states in the dump, and after a worker of any later release has delivered all due messages.
 BEFORE: Final = {
     "cancelled": ["cancelled"],
     "cancelled.in.flight": ["sending"],

@@ -12,12 +12,21 @@ from psycopg.conninfo import make_conninfo
 from psycopg.sql import SQL, Identifier
 
 from pgoutbox import migrate
+from tests.support.command_line import run_process
 from tests.support.many_databases import APPLICATION, Databases, StartFleet, locked, until_handled
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Server
     from tests.promises.conftest import StartWorker
+
+
+_WAKE_UP_LOCK = """
+SELECT count(*)
+FROM pg_locks AS l
+WHERE l.locktype = 'advisory' AND l.classid = 1885826146 AND l.mode = 'ExclusiveLock'
+    AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+"""
 
 
 def test_each_message_is_delivered_when_its_database_tells_the_worker(
@@ -40,6 +49,11 @@ def test_an_idle_database_has_one_session(databases: Databases, start_fleet: Sta
     worker = start_fleet()
     until_handled(databases, worker, ["one single"] * 20)
     wait_until(lambda: databases.sessions() == [("one", 1), ("two", 1)], lambda: f"{databases.sessions()}")
+    wait_until(lambda: databases["two"].execute(_WAKE_UP_LOCK).fetchone() == (1,), lambda: worker.log)
+    doctor = run_process("doctor", "--database", "two", "--json", PGOUTBOX_DSNS=str(databases.file))
+    assert "workers" in {one["check"] for one in doctor.lines}
+    # The session that has the lock also claims, and is not that of a stranger.
+    assert "foreign-wake-up-lock" not in {one["code"] for one in doctor.lines}
     assert worker.stop() == 0
     wait_until(lambda: databases.sessions() == [("one", 0), ("two", 0)], lambda: f"{databases.sessions()}")
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Final
 
 import pgoutbox
+from pgoutbox.database.index_builds import Index
 from tests.support.pages import ROOT
+from tests.support.revisions import adding
 from tests.support.wheels import build, install_alone
 
 LATER: Final = "0.2.0"
@@ -59,29 +61,7 @@ def downgrade():
     run(FORGET_REVISION)
     replace_functions(SQL / "sql" / "functions")
 """
-_INDEX_REVISION: Final = """
-from alembic import op
-from sqlalchemy import DDL
-
-from pgoutbox.migrate import FORGET_REVISION, Index, is_applied_by_another_run, note_revision
-
-revision = "pgoutbox_0003"
-down_revision = "pgoutbox_0002"
-INDEXES = (Index("message_campaign", "pgoutbox.message", "(campaign) WHERE campaign IS NOT NULL"),)
-
-
-def upgrade():
-    if is_applied_by_another_run(revision, down_revision):
-        return
-    for index in INDEXES:
-        for statement in index.statements:
-            op.execute(DDL(statement.replace("%", "%%")))
-    op.execute(note_revision(3, lowest_package="0.1"))
-
-
-def downgrade():
-    op.execute(FORGET_REVISION)  # The index stays, as its column does.
-"""
+_CAMPAIGNS: Final = Index("message_campaign", "pgoutbox.message", "(campaign) WHERE campaign IS NOT NULL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +102,9 @@ def _later(source: Path) -> Path:
         )
         _replace(target, f"{given}.headers, coalesce(", f"{given}.headers, {given}.campaign, coalesce(")
     (migrations / "versions" / "0002_campaigns.py").write_text(_REVISION)
-    (migrations / "versions" / "0003_index_of_campaigns.py").write_text(_INDEX_REVISION)
+    (migrations / "versions" / "0003_index_of_campaigns.py").write_text(
+        adding(_CAMPAIGNS, number=3, keeps_them=True)  # The index stays, as its column does.
+    )
     _replace(
         package / "database" / "server.py", "REQUIRED_SCHEMA_VERSION: Final = 1", "REQUIRED_SCHEMA_VERSION: Final = 2"
     )

@@ -117,7 +117,7 @@ class Fleet:
         wait_until(lambda: by in (self.directory / "ledger").read_text(), lambda: f"no hand-over by {release.version}")
 
     def facts(self) -> dict[str, Any]:
-        """Return what was done to the processes, and what they should not have done."""
+        """Return the faults that were injected, and the ends of processes that nobody has caused."""
         faults = {} if self.storm is None else dict(self.storm.faults.injected)
         return {
             "workers killed": self.kill_count + faults.get("kill_worker", 0),

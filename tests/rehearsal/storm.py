@@ -55,7 +55,7 @@ class Storm:
     faults: Faults
 
     def strike(self) -> None:
-        """Inject one fault, and start again what has ended."""
+        """Inject one fault, and start the ended processes again."""
         targets = self.faults.fleet
         targets.workers[:] = [process for name, process in self.fleet.processes.items() if "worker" in name]
         targets.producers[:] = [process for name, process in self.fleet.processes.items() if "producer" in name]

@@ -53,8 +53,8 @@ from sqlalchemy import DDL
 
 from pgoutbox.migrate import FORGET_REVISION, Index, is_applied_by_another_run, note_revision
 
-revision = "pgoutbox_0002"
-down_revision = "pgoutbox_0001"
+revision = "pgoutbox_{number:04}"
+down_revision = "pgoutbox_{before:04}"
 INDEXES = {indexes}
 
 
@@ -64,12 +64,12 @@ def upgrade():
     for index in INDEXES:
         for statement in index.statements:
             op.execute(DDL(statement.replace("%", "%%")))
-    op.execute(note_revision(2, lowest_package="0.1"))
+    op.execute(note_revision({number}, lowest_package="0.1"))
 
 
 def downgrade():
     op.execute(FORGET_REVISION)
-    for index in INDEXES:
+    for index in {dropped}:
         op.execute(f"DROP INDEX pgoutbox.{{index.name}}")
 """
 
@@ -92,9 +92,10 @@ def running(statements: Sequence[str]) -> str:
     return _RUNNING.format(statements=[*statements])
 
 
-def adding(*indexes: Index) -> str:
-    """Return the text of a revision that adds these large indexes."""
-    return _INDEXES.format(indexes=indexes)
+def adding(*indexes: Index, number: int = 2, keeps_them: bool = False) -> str:
+    """Return the text of a revision that adds these large indexes. With `keeps_them`, its downgrade leaves them."""
+    dropped = "()" if keeps_them else "INDEXES"
+    return _INDEXES.format(indexes=indexes, number=number, before=number - 1, dropped=dropped)
 
 
 INDEXES: Final = adding(

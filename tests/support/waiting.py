@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 async def turn(times: int) -> None:
-    """Let the event loop run this number of times, without a pause: it reads what has arrived."""
+    """Let the event loop run this number of times, without a pause: it reads the data that has arrived."""
     for _ in range(times):
         await asyncio.sleep(0)
 
