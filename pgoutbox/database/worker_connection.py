@@ -211,7 +211,8 @@ class WorkerConnection:
 
     async def reopen_from_anywhere(self) -> None:
         """Open the connection again if it was lost, on the event loop that opened it."""
-        if self._loop is not None and not self.is_open:
+        is_lent = self.lender is not None and self.lender.is_up
+        if self._loop is not None and not (self.is_open or is_lent):
             await self._on_own_loop(self.open())
 
     async def open(self) -> None:

@@ -58,6 +58,22 @@ def test_an_idle_database_has_one_session(databases: Databases, start_fleet: Sta
     wait_until(lambda: databases.sessions() == [("one", 0), ("two", 0)], lambda: f"{databases.sessions()}")
 
 
+def test_the_connection_that_renews_leases_opens_no_other(databases: Databases, start_fleet: StartFleet) -> None:
+    databases.add("one", "two")
+    databases.enqueue("one", "waits")
+    worker = start_fleet(lease_seconds="1")
+    names = (
+        "SELECT split_part(application_name, ' ', 2) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name LIKE 'pgoutbox %' ORDER BY 1"
+    )
+    renewing = ("lease",)
+    wait_until(lambda: renewing in databases["one"].execute(names).fetchall(), lambda: worker.log)
+    assert databases["one"].execute(names).fetchall() == [("claim",), renewing]
+    databases.open_gate()
+    until_handled(databases, worker, ["one waits"])
+    assert worker.stop() == 0
+
+
 def test_a_hook_is_called_although_its_worker_cannot_be_told(databases: Databases, start_fleet: StartFleet) -> None:
     databases.add("one", "two")
     worker = start_fleet()
