@@ -190,7 +190,8 @@ class Doorbell:
     async def lend(self) -> AsyncIterator[Connection | None]:
         """Lend the connection to the other statements of a worker that has no connection for them; None if it is lost.
 
-        A statement that enqueues notifies nobody: its session has the wake-up lock itself.
+        A statement that enqueues notifies nobody, because its session has the wake-up lock itself. The worker finds the
+        message when it asks for the next due time, as after each trip.
         """
         async with self._turn:
             connection = self._connection
@@ -200,10 +201,6 @@ class Doorbell:
             self._stop_reading()
             try:
                 yield connection
-            except (psycopg.Error, OSError) as error:
-                if connection.closed:
-                    self._lose(error)
-                raise
             finally:
                 if connection.closed:
                     self._lose(ConnectionError("closed"))

@@ -41,8 +41,6 @@ _TURN_SECONDS: Final = 10.0
 _PROBE_SHARE: Final = 4
 _GOES_ON: Final = (State.PENDING, State.SENDING)
 _CLAIMS: Final = (statements.CLAIM, statements.CLAIM_WITHOUT_KEYS)
-# The session that listens may run them, and then hears nothing of the messages of hooks that they enqueue.
-_ENQUEUE: Final = (statements.FINISH, statements.FINISH_AND_HOLD, statements.LAPSED)
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
@@ -286,10 +284,6 @@ class Link:
             self._is_unanswered = not is_refusal(error)
             raise
         self._is_unanswered = False
-        if self._run.is_one_of_many and any(
-            rows for (one, _), rows in zip(steps, results, strict=True) if one in _ENQUEUE
-        ):
-            self._run.kernel.want()
         self._run.polled_at = elapsed_clock()
         self._run.outage.end()
         if (measures := self._run.telemetry.measures) is not None:

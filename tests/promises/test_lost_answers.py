@@ -9,8 +9,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import SecretStr
 
-from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Transient, Worker
+from pgoutbox import Context, Message, MultiWorker, Outbox, Permanent, RetryPolicy, Transient, Worker
 from pgoutbox.operations import Operator
 from tests.support.cuts import cuts
 from tests.support.held import Held
@@ -30,8 +31,9 @@ LONG = {"lease_seconds": 600, "poll_interval_seconds": 3600}
 
 
 @pytest.mark.parametrize("deletes", [False, True], ids=["kept", "deleted as they are sent"])
+@pytest.mark.parametrize("is_one_of_many", [False, True], ids=["one database", "one of many"])
 async def test_messages_are_handed_over_once_although_the_connection_breaks_again_and_again(
-    dsn: str, db: psycopg.Connection, tmp_path: Path, deletes: bool
+    dsn: str, db: psycopg.Connection, tmp_path: Path, deletes: bool, is_one_of_many: bool
 ) -> None:
     if deletes:
         Operator(db).set_retention("*", "sent", timedelta())
@@ -48,24 +50,30 @@ async def test_messages_are_handed_over_once_although_the_connection_breaks_agai
                 cut_count += 1
                 left = 15 + cut_count % 13  # Each statement of a trip has its turn.
 
-        outbox = Outbox(settings_for(proxy.dsn, batch_size=5, concurrency=5, **LONG))
+        settings = settings_for(proxy.dsn, batch_size=5, concurrency=5, **LONG)
+        if is_one_of_many:  # Then the session that is broken listens, too.
+            settings = settings.model_copy(update={"dsn": None, "dsns": SecretStr(f"one {proxy.dsn}")})
+        outbox = Outbox(settings)
 
         @outbox.handler("greet")
         async def greet(message: Message, ctx: Context) -> None:
             handed_over[message.id] += 1
 
         ids = [enqueue(db, coalesce_key=f"k{n}" if n % 2 else None) for n in range(300)]
-        async with running(worker := Worker(outbox)):
+        worker = MultiWorker(outbox) if is_one_of_many else Worker(outbox)
+        async with running(worker):
             proxy.on_statement = cut
             await until(lambda: {row.state for row in rows_of(db, *ids)} <= {"sent"})
     assert handed_over == dict.fromkeys(ids, 1)
+    assert len(rows_of(db)) == (0 if deletes else len(ids))
+    if is_one_of_many:
+        return
     counts = {str(event): count for event, count in worker.telemetry.counts.items()}
     assert counts["claim_lost"] > 0
     lost_count = counts.get("lease_lost", 0)
     # A deletion without an answer counts as a lost lease.
     assert counts["sent"] == len(ids) - lost_count
     assert deletes or lost_count == 0
-    assert len(rows_of(db)) == (0 if deletes else len(ids))
 
 
 async def test_a_claim_whose_next_statement_is_refused_costs_no_lease(

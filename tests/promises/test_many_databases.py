@@ -46,8 +46,10 @@ def test_each_message_is_delivered_when_its_database_tells_the_worker(
 def test_an_idle_database_has_one_session(databases: Databases, start_fleet: StartFleet) -> None:
     databases.add("one", "two")
     databases.enqueue("one", count=20)
+    # It is read by the slot, on a connection of its own.
+    databases["one"].execute("SELECT pgoutbox.enqueue('single', to_jsonb(repeat('x', 20000)))")
     worker = start_fleet()
-    until_handled(databases, worker, ["one single"] * 20)
+    until_handled(databases, worker, ["one single"] * 21)
     wait_until(lambda: databases.sessions() == [("one", 1), ("two", 1)], lambda: f"{databases.sessions()}")
     wait_until(lambda: databases["two"].execute(_WAKE_UP_LOCK).fetchone() == (1,), lambda: worker.log)
     doctor = run_process("doctor", "--database", "two", "--json", PGOUTBOX_DSNS=str(databases.file))
@@ -71,6 +73,26 @@ def test_the_connection_that_renews_leases_opens_no_other(databases: Databases, 
     assert databases["one"].execute(names).fetchall() == [("claim",), renewing]
     databases.open_gate()
     until_handled(databases, worker, ["one waits"])
+    wait_until(lambda: databases["one"].execute(names).fetchall() == [("claim",)], lambda: worker.log)
+    assert worker.stop() == 0
+
+
+def test_a_message_that_waits_for_its_turn_is_not_claimed_again_and_again(
+    databases: Databases, start_fleet: StartFleet
+) -> None:
+    names = ["one", "two"]
+    databases.add(*names)
+    for name in names:
+        databases.enqueue(name, "waits")
+    worker = start_fleet(concurrency="1", lease_seconds="1")
+    wait_until(lambda: len(databases.began()) == 1, lambda: worker.log)
+    (waiting,) = {*names} - {*databases.began()}
+    # The lease of its first claim is renewed.
+    renewed = "SELECT lease_expires_at > claimed_at + interval '3 s' FROM pgoutbox.in_flight_view"
+    wait_until(lambda: databases[waiting].execute(renewed).fetchone() == (True,), lambda: worker.log)
+    assert len(databases.began()) == 1
+    databases.open_gate()
+    until_handled(databases, worker, [f"{name} waits" for name in names])
     assert worker.stop() == 0
 
 
