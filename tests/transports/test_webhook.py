@@ -21,7 +21,7 @@ from pgoutbox.message import Permanent, SendFailure, Sent, Snooze, Transient, Un
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings
 from pgoutbox.transports import WebhookTransport
-from pgoutbox.transports.webhook.connection import MAX_ANSWER_BYTES
+from pgoutbox.transports.webhook.connection import MAX_ANSWER_BYTES, Connection
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST, listening
@@ -249,6 +249,30 @@ async def test_a_second_answer_to_one_request_is_not_an_answer_to_the_next(open_
         for _ in range(2):
             assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
     assert server.connection_count == 2
+
+
+async def test_a_second_answer_right_after_the_first_ends_the_connection() -> None:
+    async with webhook_server(HANG) as server:
+        loop = asyncio.get_running_loop()
+        origin = ("http", HOST, server.port)
+        _, connection = await loop.create_connection(lambda: Connection(origin), HOST, server.port)
+        first = connection.send(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n", until=loop.time() + PATIENCE_SECONDS)
+        for data in (answer(200), answer(200)):  # Before the one who waits for the first goes on.
+            connection.data_received(data)
+        await first.ended
+        assert first.status == 200
+        assert not connection.end_exchange()
+
+
+async def test_answers_of_all_kinds_follow_each_other_on_one_connection(open_transport: Open) -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+    early = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+    kinds = [answer(200, b"ok"), chunked, answer(204), answer(503), early + answer(200), answer(201)]
+    async with webhook_server(*kinds) as server:
+        transport = open_transport(server.port)
+        outcomes = [await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) for _ in kinds]
+    assert [type(outcome) for outcome in outcomes] == [Sent, Sent, Sent, SendFailure, Sent, Sent]
+    assert server.connection_count == 1
 
 
 async def test_a_connection_with_unsent_bytes_is_not_reused(open_transport: Open) -> None:

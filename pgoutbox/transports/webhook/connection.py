@@ -1,8 +1,12 @@
-"""The wire of webhooks: a connection that carries one request at a time. h11 parses the answers."""
+"""The wire of webhooks: a connection that carries one request at a time.
+
+h11 parses the answers, except for plain successes, of which only the status and the end matter.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 from collections.abc import Sequence
 from typing import Final
@@ -17,9 +21,19 @@ _REST_SECONDS = 2.0
 _SENT: Final = h11.Request(method="POST", target="/", headers=[("Host", "")])
 _SENT_WHOLE: Final = h11.EndOfMessage()
 
+# Nothing in these header lines says where the body ends, or that the connection does not go on.
+_LINES: Final = rb"(?i:(?:(?!content-length:|transfer-encoding:|connection:(?! keep-alive\r))[a-z0-9-]+:[ -~]*\r\n)*)"
+# The head of a success, strict enough for h11 to read the same. To parse it there takes half the time of an exchange.
+_PLAIN_SUCCESS: Final = re.compile(
+    rb"HTTP/1\.1 (?:(20[0-3]) [ -~]*\r\n%b(?i:content-length): ([0-9]{1,4})\r\n%b|(204) [ -~]*\r\n%b)\r\n"
+    % (_LINES, _LINES, _LINES)
+)
+
 
 class Answer:
     """The received part of an answer. `status` is None until its head is complete.
+
+    A plain success has no headers and no body here.
 
     `ended` raises `OSError` if the connection is lost, `TimeoutError` if the time is up, and `EOFError` if the
     connection is closed or the answer is not HTTP.
@@ -48,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._answer: Answer | None = None
+        self._is_plain = False
         self._until: asyncio.TimerHandle | None = None
 
     def send(self, request: bytes, *, until: float) -> Answer:
@@ -58,9 +73,8 @@ class Connection(asyncio.Protocol):
         """
         if self._transport.is_closing():
             raise ConnectionResetError("the connection was closed")
-        self._http.send(_SENT)
-        self._http.send(_SENT_WHOLE)
         self._transport.write(request)
+        self._is_plain = False
         self._answer = Answer(self._loop.create_future())
         self._until = self._loop.call_at(until, self._end, TimeoutError())
         return self._answer
@@ -76,10 +90,13 @@ class Connection(asyncio.Protocol):
         self._end()
         self._answer = None
         self.idle_at = self._loop.time()
-        is_complete = self._http.our_state is self._http.their_state is h11.DONE
-        if not is_complete or self._transport.is_closing() or self._http.trailing_data[0]:
+        if self._transport.is_closing():
             return False
-        self._http.start_next_cycle()
+        if not self._is_plain:
+            is_complete = self._http.our_state is self._http.their_state is h11.DONE
+            if not is_complete or self._http.trailing_data[0]:
+                return False
+            self._http.start_next_cycle()
         return self._transport.get_write_buffer_size() == 0
 
     def close(self) -> None:
@@ -92,9 +109,18 @@ class Connection(asyncio.Protocol):
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # Nobody asked for it.
+        if self._answer is None or self._is_plain:  # Nobody asked for it.
             self.close()
             return
+        if self._http.our_state is h11.IDLE:
+            status = status_of_plain_success(data)
+            if status is not None:
+                self._is_plain = True
+                self._answer.status = status
+                self._end()
+                return
+            self._http.send(_SENT)
+            self._http.send(_SENT_WHOLE)
         try:
             self._http.receive_data(data)
             self._read_events(self._answer)
@@ -131,3 +157,11 @@ class Connection(asyncio.Protocol):
             self._answer.ended.set_result(None)
         else:
             self._answer.ended.set_exception(error)
+
+
+def status_of_plain_success(data: bytes) -> int | None:
+    """Return the status if the data is a whole plain success, and nothing more."""
+    head = _PLAIN_SUCCESS.match(data)
+    if head is None or len(data) - head.end() != int(head[2] or 0):
+        return None
+    return int(head[1] or head[3])
