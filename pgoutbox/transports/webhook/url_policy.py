@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import (
     AddressValueError,
     IPv4Address,
@@ -82,30 +83,7 @@ class UrlPolicy:
     def endpoint(self, field: str, url: object) -> Endpoint:
         """Return the parts of a URL. Raises `Permanent`, naming the field but not the URL: it may contain a secret."""
         url = require_text(field, url)
-        if len(url) > MAX_URL_LENGTH:
-            raise Permanent(f"{field}: has {len(url)} characters, the limit is {MAX_URL_LENGTH}")
-        if found := _UNFIT.search(url):
-            raise Permanent(f"{field}: contains the character U+{ord(found[0]):04X}; percent-encode it")
-        if "#" in url:
-            raise Permanent(f"{field}: a fragment (#) is never sent; leave it out")
-        parts = _URL.fullmatch(url)
-        scheme = parts["scheme"].lower() if parts else ""
-        if parts is None or scheme not in WEB_PORTS:
-            raise Permanent(f"{field}: must begin with https://")
-        if scheme == "http" and not self.allow_http:
-            raise Permanent(f"{field}: http is refused; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP")
-        if "@" in parts["authority"]:
-            raise Permanent(f"{field}: a user name or password in a URL is refused; send a header instead")
-        authority = _AUTHORITY.fullmatch(parts["authority"])
-        if authority is None:
-            raise Permanent(f"{field}: has no valid host and port")
-        host = _host(field, authority["name"], authority["literal"])
-        port = int(authority["port"] or WEB_PORTS[scheme])
-        if port not in self.ports:
-            known = ", ".join(map(str, sorted(self.ports)))
-            raise Permanent(f"{field}: port {port} is refused; PGOUTBOX_WEBHOOK_PORTS allows {known}")
-        target = parts["target"] or "/"
-        return Endpoint(scheme, host, port, target if target.startswith("/") else f"/{target}")
+        return _endpoint(field, url, self.ports, allow_http=self.allow_http)
 
     def allows(self, text: str) -> bool:
         """Whether this resolved address may be dialled: it is public, or its network is allowed."""
@@ -133,6 +111,34 @@ def is_public(address: Address) -> bool:
     if isinstance(address, IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
     return address.is_global and not any(address in network for network in _NOT_PUBLIC)
+
+
+@lru_cache(1_024)  # Many messages go to the same URL.
+def _endpoint(field: str, url: str, ports: frozenset[int], *, allow_http: bool) -> Endpoint:
+    if len(url) > MAX_URL_LENGTH:
+        raise Permanent(f"{field}: has {len(url)} characters, the limit is {MAX_URL_LENGTH}")
+    if found := _UNFIT.search(url):
+        raise Permanent(f"{field}: contains the character U+{ord(found[0]):04X}; percent-encode it")
+    if "#" in url:
+        raise Permanent(f"{field}: a fragment (#) is never sent; leave it out")
+    parts = _URL.fullmatch(url)
+    scheme = parts["scheme"].lower() if parts else ""
+    if parts is None or scheme not in WEB_PORTS:
+        raise Permanent(f"{field}: must begin with https://")
+    if scheme == "http" and not allow_http:
+        raise Permanent(f"{field}: http is refused; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP")
+    if "@" in parts["authority"]:
+        raise Permanent(f"{field}: a user name or password in a URL is refused; send a header instead")
+    authority = _AUTHORITY.fullmatch(parts["authority"])
+    if authority is None:
+        raise Permanent(f"{field}: has no valid host and port")
+    host = _host(field, authority["name"], authority["literal"])
+    port = int(authority["port"] or WEB_PORTS[scheme])
+    if port not in ports:
+        known = ", ".join(map(str, sorted(ports)))
+        raise Permanent(f"{field}: port {port} is refused; PGOUTBOX_WEBHOOK_PORTS allows {known}")
+    target = parts["target"] or "/"
+    return Endpoint(scheme, host, port, target if target.startswith("/") else f"/{target}")
 
 
 def _host(field: str, name: str | None, literal: str | None) -> str:
