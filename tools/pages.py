@@ -29,7 +29,7 @@ _DECISION_HEAD: Final = re.compile(
     r"# (\d+)\. (.+)\n\n- Date: \d{4}-\d\d-\d\d\n"
     rf"- Status: (?:accepted(?:, amended by {_DECISION})?|superseded by {_DECISION})\n\n"
 )
-_FEATURES: Final = {"A": 14, "B": 10, "C": 6, "D": 8, "E": 14, "F": 16}
+_FEATURES: Final = {"A": 14, "B": 10, "C": 6, "D": 8, "E": 14, "F": 24}
 _FEATURE_TEST: Final = re.compile(r"\[([^\]]+)\]\((\w[^):]+\.py)\)")
 _SCREEN_LINES: Final = 60
 
