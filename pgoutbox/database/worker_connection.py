@@ -94,6 +94,7 @@ class WorkerConnection:
         self.lender: Lender | None = None
         self._lent: connections.AsyncConnection[TupleRow] | None = None
         self._lent_trips: Pipeline
+        self._lent_pid: int | None = None
         self._refused_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
@@ -137,12 +138,13 @@ class WorkerConnection:
     async def _run_on(self, lent: connections.AsyncConnection[TupleRow], steps: Sequence[Step]) -> list[list[TupleRow]]:
         if lent is not self._lent:
             self._lent, self._lent_trips = lent, Pipeline(lent, prepares=True)
+            self._lent_pid = lent.info.backend_pid  # A broken connection does not know it any more.
         usual_seconds, lent.answer_seconds = lent.answer_seconds, self._deadline_seconds
         try:
             return await self._lent_trips.fetch(steps)
         except BaseException as error:
             if not _keeps(lent, error):
-                self._stranded_pid = lent.info.backend_pid
+                self._stranded_pid = self._lent_pid
                 self._on_lost()
                 await lent.close()
             raise

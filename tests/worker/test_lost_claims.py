@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from pydantic import SecretStr
 
-from pgoutbox import Context, Message, Outbox
+from pgoutbox import Context, Message, MultiWorker, Outbox
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent
@@ -84,14 +85,21 @@ async def test_an_attempt_whose_outcome_a_failover_lost_is_not_released_with_a_l
 
 def break_connection(link: WorkerConnection) -> None:
     """Break the connection on this side. The server does not notice it while a statement runs."""
-    assert link._connection is not None
-    with socket.socket(fileno=os.dup(link._connection.fileno())) as broken:
+    connection = link._connection or link._lent
+    assert connection is not None
+    with socket.socket(fileno=os.dup(connection.fileno())) as broken:
         broken.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.slow
-async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn))
+@pytest.mark.parametrize("is_one_of_many", [False, True], ids=["one database", "one of many"])
+async def test_a_claim_cannot_commit_after_its_connection_broke(
+    dsn: str, db: psycopg.Connection, is_one_of_many: bool
+) -> None:
+    settings = settings_for(dsn)
+    if is_one_of_many:  # Then the session that listens claims.
+        settings = settings.model_copy(update={"dsn": None, "dsns": SecretStr(f"one {dsn}")})
+    outbox = Outbox(settings)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -107,10 +115,12 @@ async def test_a_claim_cannot_commit_after_its_connection_broke(dsn: str, db: ps
     waiting = (
         "SELECT array_agg(pid) FROM pg_stat_activity WHERE wait_event = 'advisory' AND datname = current_database()"
     )
-    async with running(worker := Worker(outbox)):
+    worker = MultiWorker(outbox) if is_one_of_many else Worker(outbox)
+    async with running(worker):
         await until(lambda: db.execute(waiting).fetchone() != (None,))
         before = db.execute(waiting).fetchone()
-        break_connection(run_of(worker).state.store.claims)
+        one = worker if isinstance(worker, Worker) else worker._members["one"].worker
+        break_connection(run_of(one).state.store.claims)
         # The first session has ended, and another one waits for the lock.
         await until(lambda: db.execute(waiting).fetchone() not in (before, (None,)))
         db.execute("SELECT pg_advisory_unlock(7)")
