@@ -68,6 +68,7 @@ down_revision = "pgoutbox_0001"
 def upgrade():
     op.execute(LOCK_MESSAGES)
     op.execute("ALTER TABLE pgoutbox.message ADD COLUMN later text")
+    print("the table of messages is changed")
     paused = Path(os.environ.get("PAUSED", os.devnull))
     if not paused.exists():
         signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -247,6 +248,43 @@ def test_no_enqueue_deadlocks_with_a_migration_that_waits_for_several_tables(
         producer.result()
         migration.result()
     assert migrate.current(dsn) == "pgoutbox_0002"
+
+
+@pytest.mark.usefixtures("db", "revisions")
+def test_a_migration_has_its_turn_among_transactions_that_overlap(dsn: str) -> None:
+    """It lets nobody pass while it waits for the first table."""
+    stopping = threading.Event()
+
+    def produce() -> None:
+        with psycopg.connect(dsn) as connection:
+            while not stopping.is_set():
+                connection.execute(BUSINESS[0].encode())
+                connection.execute("SELECT pg_sleep(0.2 + 0.4 * random())")
+                connection.commit()
+
+    with ThreadPoolExecutor(6) as threads:
+        producers = [threads.submit(produce) for _ in range(6)]
+        try:
+            migrate.upgrade(dsn)
+        finally:
+            stopping.set()
+        for producer in producers:
+            producer.result()
+    assert migrate.current(dsn) == "pgoutbox_0002"
+
+
+@pytest.mark.usefixtures("revisions")
+def test_a_migration_that_would_wait_for_the_reports_of_workers_has_changed_nothing(
+    dsn: str, db: psycopg.Connection, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would have all locks while it waits, and would lose its work if it gave up."""
+    with db.transaction():
+        db.execute("LOCK TABLE pgoutbox.worker IN ROW EXCLUSIVE MODE")
+        with pytest.raises(SchemaError, match="nothing was changed"):
+            migrate.upgrade(dsn, patience_seconds=0)
+    assert capsys.readouterr().out == ""
+    migrate.upgrade(dsn, patience_seconds=0)
+    assert "the table of messages is changed" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("own_server", "revisions")
