@@ -129,7 +129,7 @@ async def test_the_end_of_one_database_closes_no_transport_of_another(
 async def test_a_slow_claim_on_the_session_that_listens_is_waited_for(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
-    """A listener must answer within the limit of a connect; a statement may take longer."""
+    """A listener must answer within its own limit; a statement may take longer."""
     db.execute(
         "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1.5); RETURN NEW; END'"
     )
@@ -137,7 +137,7 @@ async def test_a_slow_claim_on_the_session_that_listens_is_waited_for(
     file = tmp_path / "databases"
     file.write_text(f"one {dsn}\n")
     handled: list[str | None] = []
-    worker = MultiWorker(outbox_of(file, handled, connect_timeout_seconds=1))
+    worker = MultiWorker(outbox_of(file, handled, listener_heartbeat_timeout_seconds=1))
     running = asyncio.create_task(worker.run())
     enqueue(db)
     await until(lambda: handled == ["one"])
