@@ -45,8 +45,8 @@ class WebProcess(subprocess.Popen[bytes]):
         return self._out.read_text() + self._log.read_text()
 
     def url(self) -> str:
-        """Return the URL that it prints."""
-        wait_until(lambda: self.output.rstrip().count("http://") or self.poll() is not None, lambda: self.output)
+        """Return the URL that it prints. Its log tells the URL a moment earlier."""
+        wait_until(lambda: self._out.read_text().endswith("\n") or self.poll() is not None, lambda: self.output)
         assert self.poll() is None, self.output
         return self._out.read_text().split()[-1].rstrip("/")
 
