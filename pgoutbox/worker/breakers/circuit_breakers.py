@@ -241,7 +241,9 @@ class CircuitBreakers:
         except asyncio.CancelledError:
             if counts and not breaker.is_part and not self._is_stopping:
                 trips = breaker.record_failure(_TIMED_OUT, self._clock())
-                self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
+                record = self._shared.start(self._shared.record_failure(breaker, _TIMED_OUT.error, trips=trips))
+                if trips:  # Until the breaker is known to be open, the next attempt of this message would be sent.
+                    await asyncio.shield(record)
             raise
         if isinstance(outcome, Sent) and counts:
             breaker.record_success(_recipient_of(message))

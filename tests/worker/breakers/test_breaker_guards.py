@@ -280,6 +280,19 @@ async def test_a_send_that_times_out_counts_unless_it_is_an_alert(
     assert is_open(db) is counts
 
 
+async def test_a_send_that_times_out_ends_after_it_has_opened_the_breaker(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, one = hold_back(monkeypatch, "failed"), member()
+    async with one.sending(1) as task:
+        task.cancel()
+        await gate.reached.wait()
+        assert not task.done()
+        gate.opened.set()
+    assert isinstance(await one.send(2), Snooze)
+    assert one.at[KEY].received == [1]
+
+
 async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
