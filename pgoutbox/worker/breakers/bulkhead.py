@@ -14,6 +14,8 @@ from typing import TypeVar
 
 _SHARE = 3
 _STALL_SECONDS = 1.0
+# The time for an answer to reach its task. After a blocked event loop, answers may have arrived unread.
+_RETURN_SECONDS = 0.1
 
 T = TypeVar("T")
 
@@ -34,6 +36,7 @@ class Room:
     answered_at: float = 0.0
     in_flight_count: int = 0
     waiting_count: int = 0
+    _silent_since: float | None = None  # The `answered_at` of the silence that has proved to be one.
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
     _will_tell: bool = False
 
@@ -47,10 +50,21 @@ class Room:
 
     @property
     def is_stalled(self) -> bool:
+        """Whether it is stalled by the clock: `proves_stalled` reads the answers that have arrived."""
         return self.is_full and self._bulkhead.clock() >= self.answered_at + _STALL_SECONDS
 
+    async def proves_stalled(self) -> bool:
+        """Return whether it is still stalled after the time of an answer's way to its task. It waits once a silence."""
+        silent_since = self.answered_at
+        if self.is_stalled and self._silent_since != silent_since:
+            await asyncio.sleep(_RETURN_SECONDS)
+            self._silent_since = silent_since
+        return self.is_stalled
+
     async def wait(self) -> None:
-        """Wait until an answer of this destination has left room, or until it is stalled."""
+        """Wait until there is room, by an answer of this destination, or until it is stalled."""
+        if not self.is_full:
+            return
         self._answered.clear()
         self.waiting_count += 1
         try:

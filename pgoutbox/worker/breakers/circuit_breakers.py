@@ -125,7 +125,7 @@ class CircuitBreakers:
         if circuit is None:
             return None
         if circuit.breaker.is_closed:
-            return _stalled(circuit) if circuit.room.is_stalled else None
+            return _stalled(circuit) if await circuit.room.proves_stalled() else None
         answer = await self._ask(circuit, message)
         if isinstance(answer, Grant):
             self.grants[message.id] = answer
@@ -206,7 +206,7 @@ class CircuitBreakers:
                         return answer
                     if message.topic == ALERT_TOPIC:
                         break
-                elif room.is_stalled:
+                elif await room.proves_stalled():
                     return _stalled(circuit)
                 else:
                     await room.wait()

@@ -404,7 +404,9 @@ async def test_a_host_that_answers_slowly_loses_nothing(dsn: str, db: psycopg.Co
     async with line_host() as host, running(app.worker()):
         ids = [enqueue(db, destination=host.destination) for _ in range(200)]
         await until(all_sent(db, ids))
-    assert {row.attempt_count for row in rows_of(db, *ids)} == {1}
+    # A slow machine may take the host for stalled, or release messages to other workers: that uses up no attempt.
+    assert attempts_left(db, *ids) == [11 - 1] * 200
+    assert sorted(map(int, host.taken)) == ids
 
 
 # --- smtp -------------------------------------------------------------------------------------------------------------

@@ -912,8 +912,20 @@ async def test_messages_that_wait_for_room_continue_with_the_first_answer(
         assert await waiting is SENT
 
 
+@pytest.mark.parametrize("rendered", [False, True])
+async def test_answers_that_arrive_while_the_event_loop_is_blocked_end_the_silence(
+    member: Callable[..., Member], clock: Clock, rendered: bool
+) -> None:
+    one = member(concurrency=4)
+    async with one.sending(1), one.sending(2), one.sending(3):
+        clock.now += HOUR
+        for message_id in (1, 2, 3):
+            one.at[KEY].end(message_id)
+        assert await (one.send(4) if rendered else one.refusal(4)) is (SENT if rendered else None)
+
+
 async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first_send(
-    member: Callable[..., Member], clock: Clock
+    member: Callable[..., Member], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = member(concurrency=4, breaker_failures=5)
     one.at[KEY].answer = DEAD
@@ -937,7 +949,9 @@ async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first
             refused = await one.refusal(7)
             assert refused is not None
             assert "answers none of the 3 sends" in (refused.reason or "")
-            assert isinstance(await one.send(7), Snooze)
+            monkeypatch.setattr(bulkhead, "_RETURN_SECONDS", HOUR)  # Further messages do not wait.
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert isinstance(await one.send(7), Snooze)
             one.at[KEY].end(5)
             await waiting
         one.at[KEY].end(2)
