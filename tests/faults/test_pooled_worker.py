@@ -6,6 +6,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 
 from pgoutbox import Outbox
@@ -23,8 +24,6 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import psycopg
 
     from tests.support.worker_process import WorkerProcess
 
@@ -113,3 +112,12 @@ async def test_an_open_transaction_behind_a_pooler_ends_by_itself(dsn: str) -> N
     assert await link.fetch(asked, {"percent": "100"}) == [("10s", "100%")]
     assert await link.fetch("SELECT current_setting('idle_in_transaction_session_timeout')", {}) == [("10s",)]
     await link.close()
+
+
+def test_the_pooler_of_the_tests_answers_however_much_it_logs(pooled_dsn: str) -> None:
+    """A full pipe has room for 64 kB."""
+    with psycopg.connect(pooled_dsn) as connection:
+        for _ in range(1_000):
+            with pytest.raises(psycopg.OperationalError, match="unsupported startup parameter"):
+                psycopg.connect(pooled_dsn, options="-c jit=off", connect_timeout=5)
+        assert connection.execute("SELECT 1").fetchone() == (1,)

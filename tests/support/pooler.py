@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 
 from tests.support.missing import server_missing
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,15 +68,13 @@ log_stats = 0
 """
         )
         command.append(str(directory / "pgbouncer.ini"))
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as bouncer:
+        log = directory / "log"
+        # A file, because PgBouncer stands still while a pipe that nobody reads is full.
+        with log.open("w") as output, subprocess.Popen(command, stderr=output) as bouncer:
             try:
-                lines = []
-                for line in bouncer.stderr or ():
-                    lines.append(line)
-                    if "process up" in line:
-                        break
-                else:
-                    server_missing(f"pgbouncer does not run: {''.join(lines)}")
+                wait_until(lambda: "process up" in log.read_text() or bouncer.poll() is not None, log.read_text)
+                if bouncer.poll() is not None:
+                    server_missing(f"pgbouncer does not run: {log.read_text()}")
                 place = urlencode({"host": name, "port": 6432} if port is None else {"host": "127.0.0.1", "port": port})
                 database = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
                 yield f"postgresql://{quote(server.user, safe='')}@/{database}?{place}"
