@@ -55,10 +55,12 @@ def conninfo_for(dsn: str, *, purpose: str, connect_timeout_seconds: int) -> str
 class Connection(psycopg.Connection[Row]):
     """A connection that breaks when an answer takes longer than `answer_seconds`; None means no limit.
 
-    The waiting call then raises `AnswerTimeoutError`.
+    It also breaks when an answer has not come at `give_up_at`, by the monotonic clock, which may change meanwhile. The
+    waiting call then raises `AnswerTimeoutError`.
     """
 
     answer_seconds: float | None = None
+    give_up_at: float = math.inf
 
     def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:
         """Wait for the server, up to the limit."""
@@ -74,6 +76,7 @@ class AsyncConnection(psycopg.AsyncConnection[Row]):
     """
 
     answer_seconds: float | None = None
+    give_up_at: float = math.inf
 
     async def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:  # noqa: ASYNC109 - the driver's signature
         """Wait for the server, up to the limit."""
@@ -156,19 +159,18 @@ async def connect_async(
     return connection
 
 
-def _limited(
-    connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], gen: PQGen[RV], seconds: float | None
-) -> PQGen[RV]:
+def _limited(connection: Connection[Any] | AsyncConnection[Any], gen: PQGen[RV], seconds: float | None) -> PQGen[RV]:
     """Do what the driver waits for, and break the connection when the time is up."""
-    ends_at = math.inf if seconds is None else time.monotonic() + seconds
+    began_at = time.monotonic()
+    ends_at = math.inf if seconds is None else began_at + seconds
     try:
         wanted = next(gen)
         while True:
             ready = yield wanted
             # The driver resumes this generator at each interval, with nothing ready if no data has arrived.
-            if not ready and time.monotonic() > ends_at:
+            if not ready and time.monotonic() > (limit := min(ends_at, connection.give_up_at)):
                 connection.pgconn.finish()
-                raise AnswerTimeoutError(f"no answer within {seconds:g} s")
+                raise AnswerTimeoutError(f"no answer within {round(limit - began_at, 1):g} s")
             wanted = gen.send(ready)
     except StopIteration as end:
         answer: RV = end.value

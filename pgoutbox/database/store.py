@@ -109,6 +109,8 @@ class Store:
         self.worker = worker
         self._settings = settings
         self.on_lost: Callable[[], None] = lambda: None
+        self._connections: list[WorkerConnection] = []
+        self._give_up_at = math.inf
         self.hooks = json.dumps(dict(hooks or {}))
         # Without a destination, the application's own handler sends the alerts.
         self.alert_destinations: list[str | None] = [*settings.alert_destinations] or [None]
@@ -121,9 +123,18 @@ class Store:
 
     def new_connection(self, purpose: str, *, spare: WorkerConnection | None = None) -> WorkerConnection:
         """Return a connection for statements of this worker."""
-        return WorkerConnection(
+        connection = WorkerConnection(
             self._settings.require_dsn(), self._settings, purpose=purpose, spare=spare, on_lost=self._note_lost
         )
+        self._connections.append(connection)
+        connection.give_up_at(self._give_up_at)  # After it is in the list: another thread may set the time meanwhile.
+        return connection
+
+    def give_up_at(self, at: float) -> None:
+        """Let no connection of the worker wait for an answer after this time, by the monotonic clock."""
+        self._give_up_at = at
+        for connection in self._connections:
+            connection.give_up_at(at)
 
     def _note_lost(self) -> None:
         self.on_lost()

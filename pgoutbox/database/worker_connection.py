@@ -97,7 +97,7 @@ class WorkerConnection:
         self._lent_pid: int | None = None
         self._refused_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._connection: connections.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
         self._trips: Pipeline
         self._pid: int | None = None
@@ -105,6 +105,7 @@ class WorkerConnection:
         self._turn = asyncio.Lock()
         self._used_at = -math.inf
         self._deadline_seconds = _deadline_of(settings)
+        self._give_up_at = math.inf
 
     async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
         """Run one statement in its own transaction, and return its rows. See `trip`."""
@@ -140,6 +141,7 @@ class WorkerConnection:
             self._lent, self._lent_trips = lent, Pipeline(lent, prepares=True)
             self._lent_pid = lent.info.backend_pid  # A broken connection does not know it any more.
         usual_seconds, lent.answer_seconds = lent.answer_seconds, self._deadline_seconds
+        lent.give_up_at = self._give_up_at
         try:
             return await self._lent_trips.fetch(steps)
         except BaseException as error:
@@ -193,8 +195,13 @@ class WorkerConnection:
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:
             return self._connection
+        if (left_seconds := self._give_up_at - time.monotonic()) <= 0:
+            raise connections.AnswerTimeoutError("the worker ends")
+        settings = self._settings
+        if left_seconds < settings.connect_timeout_seconds:
+            settings = settings.model_copy(update={"connect_timeout_seconds": math.ceil(left_seconds)})
         try:
-            connection, self._pooled = await open_session(self._dsn, self._settings, purpose=self.purpose)
+            connection, self._pooled = await open_session(self._dsn, settings, purpose=self.purpose)
         except (psycopg.OperationalError, OSError):
             for other in self._less_needed:
                 other._give_up()
@@ -203,6 +210,7 @@ class WorkerConnection:
         self._trips = Pipeline(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
         self._connection = connection
+        connection.give_up_at = self._give_up_at
         self._loop = asyncio.get_running_loop()
         return connection
 
@@ -210,6 +218,13 @@ class WorkerConnection:
     def is_open(self) -> bool:
         """Whether there is an open connection, as far as is known."""
         return self._connection is not None and not self._connection.closed
+
+    def give_up_at(self, at: float) -> None:
+        """Wait for no answer after this time, by the monotonic clock, and connect no more. Any thread may call it."""
+        self._give_up_at = at
+        for connection in (self._connection, self._lent):
+            if connection is not None:
+                connection.give_up_at = at
 
     async def reopen_from_anywhere(self) -> None:
         """Open the connection again if it was lost, on the event loop that opened it."""

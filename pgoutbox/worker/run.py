@@ -359,7 +359,7 @@ class WorkerRun:
         self.kernel.stop()
         self.pool.release_waiting()
         self._large_texts.stop()
-        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
+        deadline = state.begin_grace()
         if self.doorbell is not None:
             await self.doorbell.stop()  # Producers must notify the remaining workers from now on.
         with contextlib.suppress(TimeoutError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Final
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import DueRow, Store
@@ -18,6 +20,9 @@ from pgoutbox.topics import ALERT_TOPIC
 from pgoutbox.worker.attempt import Attempt, InFlight
 from pgoutbox.worker.outage import Outage
 from pgoutbox.worker.queues import Turns
+
+LAST_WRITES_SECONDS: Final = 10.0
+"""After the grace time, a run that ends waits so long for the database."""
 
 
 @dataclass(eq=False, repr=False)
@@ -53,6 +58,8 @@ class RunState:
     """The seconds to the next due time, by the last answer."""
     polled_at: float = field(default_factory=elapsed_clock)
     """The time of the last answered trip."""
+    grace_ends_at: float | None = None
+    """When a stopping run gives up its handlers, by the monotonic clock."""
 
     def __post_init__(self) -> None:
         self.alert_queue = self.queues.names[0] if ALERT_TOPIC in self.topics else None
@@ -62,6 +69,7 @@ class RunState:
     def stop(self, error: PgOutboxError | None = None) -> None:
         """Begin to stop the run, which then raises `error`. Idempotent. Call it on the event loop."""
         self.error = self.error or error
+        self.begin_grace()
         if not self.stopping.is_set():
             self.stopping.set()
             count, report, text = len(self.in_flight), self.telemetry.report, "worker stopping"
@@ -70,6 +78,13 @@ class RunState:
             else:
                 report(logging.ERROR, LogEvent.WORKER_STOPPING, text, in_flight_count=count, reason=str(error))
         self.progress.set()
+
+    def begin_grace(self) -> float:
+        """Give the handlers the grace time, and after it the database some seconds. Return when it ends. Idempotent."""
+        if self.grace_ends_at is None:
+            self.grace_ends_at = time.monotonic() + self.settings.shutdown_grace_seconds
+            self.store.give_up_at(self.grace_ends_at + LAST_WRITES_SECONDS)
+        return self.grace_ends_at
 
     def note_progress(self) -> None:
         """React to the end of an attempt, before or after it is written."""

@@ -4,6 +4,7 @@ further requests on an abandoned connection, and works on. The fence decides the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import ipaddress
@@ -361,3 +362,36 @@ async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
     assert sorted(receiver.delivered) == ids
     assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 1)}
     assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
+
+
+# --- the end of the worker --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
+async def test_a_worker_whose_database_never_answers_again_stops(
+    proxy: Proxy, db: psycopg.Connection, is_pooled: bool
+) -> None:
+    """The deadline of a statement is an hour away: the stop has one of its own."""
+    limits = {"statement_timeout_seconds": 3_600, "shutdown_grace_seconds": 0, "connect_timeout_seconds": 2}
+    receiver = Receiver(proxy.dsn, **limits, lease_seconds=2, poll_interval_seconds=1, listen=not is_pooled)
+    has_begun = asyncio.Event()
+
+    async def hang(_: Message) -> None:
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    receiver.first = hang
+    is_dead = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:  # The network is dead until the worker has ended.
+
+        def die(application: str, _: str) -> None:
+            if application == "pgoutbox lease" and has_begun.is_set() and not is_dead.is_set():
+                stack.enter_context(proxy.stalled())
+                loop.call_soon_threadsafe(is_dead.set)
+
+        proxy.on_statement = die
+        async with running(Worker(receiver.outbox)):
+            message_id = enqueue(db)
+            await is_dead.wait()
+    assert row_of(db, message_id).state == "sending"
