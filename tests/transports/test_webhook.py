@@ -115,6 +115,16 @@ async def test_a_webhook_arrives_signed_over_tls(open_transport: Open, tls: ssl.
         assert verify(received.body, received.headers, secret, now=TIMESTAMP) == message.idempotency_key
 
 
+async def test_the_cas_of_the_system_are_read_for_the_first_connection_with_tls(
+    open_transport: Open, tls: ssl.SSLContext, ca_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with webhook_server(tls=tls) as server:
+        transport = open_transport(server.port)
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca_file))
+        messages = [outgoing(destination=server.url()) for _ in range(3)]
+        assert await asyncio.gather(*(transport.send(message, HOOK) for message in messages)) == [Sent()] * 3
+
+
 async def test_the_reference_library_verifies_the_signature() -> None:
     async with webhook_server() as server:
         transport = WebhookTransport(settings_for(server.port))
