@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from http import HTTPStatus
 from importlib.util import find_spec
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from pgoutbox.errors import MissingExtraError
@@ -68,10 +67,8 @@ class WebhookTransport:
         self._settings = settings.webhook
         self._clock = clock
         self._rules = Rules.of(self._settings)
-        self._tls: ssl.SSLContext | None = None
-        self._tls_lock = Lock()
-        if self._settings.ca_file is not None:  # Report an unreadable file at the start.
-            self._tls_context()
+        if self._settings.ca_file is not None:
+            _ = self._tls  # An unreadable file is reported at the start.
         self._connect_seconds = min(self._settings.connect_timeout_seconds, self._settings.timeout_seconds)
         self._slots = asyncio.Semaphore(self._settings.connections)
         self._idle: dict[Connection, None] = {}  # The least recently used is first.
@@ -198,18 +195,13 @@ class WebhookTransport:
             del self._idle[connection]
         connection.close()
 
-    def _tls_context(self) -> ssl.SSLContext:
-        """Return the context of all connections.
-
-        The first one builds it, in a thread: reading the CAs of the system takes 30 ms, and a worker may send nothing.
-        """
-        with self._tls_lock:
-            if self._tls is None:
-                tls = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
-                tls.set_alpn_protocols(["http/1.1"])
-                resume_sessions(tls)
-                self._tls = tls
-            return self._tls
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """Read the CAs of the system for the first TLS connection: it takes 30 ms, and a worker may send nothing."""
+        tls = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.ca_file)
+        tls.set_alpn_protocols(["http/1.1"])
+        resume_sessions(tls)
+        return tls
 
     async def _dial(self, endpoint: Endpoint) -> Connection:
         """Connect to a checked address, and shake hands. The addresses are tried in turn."""
@@ -217,9 +209,7 @@ class WebhookTransport:
 
         new = partial(Connection, endpoint.origin)
         loop = asyncio.get_running_loop()
-        tls, host = None, None
-        if endpoint.scheme == "https":
-            tls, host = self._tls or await loop.run_in_executor(self._resolver, self._tls_context), endpoint.host
+        tls, host = (self._tls, endpoint.host) if endpoint.scheme == "https" else (None, None)
         addresses = self._checked(endpoint.host, await loop.run_in_executor(self._resolver, _look_up, endpoint))
         failure = OSError("the host has no address")
         for address in addresses:
