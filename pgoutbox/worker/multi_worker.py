@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import psycopg
+
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.databases import read_databases, settings_of
 from pgoutbox.errors import ConfigurationError, PgOutboxError
@@ -26,6 +28,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports.registry import complete
 from pgoutbox.worker.backoff import Backoff
+from pgoutbox.worker.handler_errors import traceback_of
 from pgoutbox.worker.leases import LeaseThread
 from pgoutbox.worker.run import Shared
 from pgoutbox.worker.slots import Slots, SlotsLostError
@@ -76,7 +79,11 @@ class _Member:
         if reason != self.refusal:
             self.refusal = reason
             text = "this database is not served"
-            self.worker.telemetry.report(logging.ERROR, LogEvent.DATABASE_LEFT_OUT, text, reason=reason)
+            # A defect is looked for by its place in the code.
+            is_defect = not isinstance(error, (PgOutboxError, psycopg.Error, OSError))
+            traceback = traceback_of(error, with_texts=False) if is_defect else None
+            report = self.worker.telemetry.report
+            report(logging.ERROR, LogEvent.DATABASE_LEFT_OUT, text, traceback=traceback, reason=reason)
 
 
 class MultiWorker:

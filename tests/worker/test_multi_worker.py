@@ -11,6 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from pgoutbox import Context, Message, Outbox, Outcome, Sent, Transient
+from pgoutbox.errors import PgOutboxError
 from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import multi_worker
 from pgoutbox.worker.multi_worker import MultiWorker
@@ -145,3 +146,19 @@ async def test_a_slow_claim_on_the_session_that_listens_is_waited_for(
     assert worker._members["one"].worker.telemetry.counts[LogEvent.CLAIM_LOST] == 0
     worker.stop()
     await running
+
+
+async def test_a_defect_in_one_database_is_logged_with_its_place(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def trip(*_: object) -> None:
+        raise NameError("no such name")
+
+    monkeypatch.setattr("pgoutbox.database.worker_connection.WorkerConnection.trip", trip)
+    file = tmp_path / "databases"
+    file.write_text(f"one {dsn}\n")
+    with pytest.raises(PgOutboxError, match="one"):
+        await MultiWorker(outbox_of(file, [])).run_once()
+    (left_out,) = [record for record in caplog.records if "this database is not served" in record.getMessage()]
+    assert left_out.exc_text is not None
+    assert "in trip" in left_out.exc_text
