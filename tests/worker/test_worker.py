@@ -473,18 +473,26 @@ async def test_an_async_handler_is_cancelled_at_its_timeout_and_retried(outbox: 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """An outbox whose handler for `greet` stays in its thread, past its timeout, for messages with this payload."""
+    """An outbox whose handler for `greet` stays in its thread for messages with this payload."""
 
     outbox: Outbox
     let_go: threading.Event
     calls: list[int]
+
+    async def pass_timeout(self, worker: Worker, *, seconds_ago: float = 0) -> None:
+        """Let the timeout of the stuck handler pass: a short one might pass before the thread begins."""
+        await until(lambda: self.calls)
+        pool = run_of(worker).pool
+        (slot,) = pool._slots
+        slot.deadline = asyncio.get_running_loop().time() - seconds_ago
+        pool._end_overdue()
 
 
 def stuck(dsn: str, **settings: object) -> Stuck:
     """See `Stuck`."""
     made = Stuck(Outbox(settings_for(dsn, **settings)), threading.Event(), [])
 
-    @made.outbox.handler("greet", timeout=0.05, retry=MUCH_LATER)
+    @made.outbox.handler("greet", timeout=3600, retry=MUCH_LATER)
     def greet(message: Message, ctx: SyncContext) -> None:
         made.calls.append(message.id)
         if message.payload == "stuck":
@@ -501,6 +509,7 @@ async def test_a_late_success_of_a_thread_past_its_timeout_is_recorded_as_sent(
     worker = Worker(made.outbox)
     with reports() as heard:
         async with running(worker):
+            await made.pass_timeout(worker)
             await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             made.let_go.set()
             await until(lambda: state_of(db, message_id) == State.SENT)
@@ -516,11 +525,9 @@ async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_s
     worker = Worker(made.outbox)
     with reports() as heard:
         async with running(worker):
+            await made.pass_timeout(worker)
             await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
-            (slot,) = run_of(worker).pool._slots
-            assert slot.deadline is not None
-            slot.deadline -= 3600  # The timeout passed long ago, while the process was suspended.
-            run_of(worker).pool._end_overdue()
+            await made.pass_timeout(worker, seconds_ago=3600)  # The process was suspended.
             made.let_go.set()
             await until(lambda: state_of(db, message_id) != State.SENDING)
     assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENT, [])
@@ -573,8 +580,10 @@ async def test_no_newer_message_of_its_key_starts_beside_a_thread_past_its_timeo
 ) -> None:
     made = stuck(dsn)
     older = enqueue(db, payload="stuck", **keyed)
+    worker = Worker(made.outbox)
     with reports() as heard:
-        async with running(Worker(made.outbox)):
+        async with running(worker):
+            await made.pass_timeout(worker)
             await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             newer = enqueue(db, **keyed)
             other = enqueue(db)
@@ -596,6 +605,7 @@ async def test_a_message_in_a_thread_past_the_grace_period_stays_until_its_lease
     try:
         with reports() as heard:
             async with running(worker):
+                await made.pass_timeout(worker)
                 await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             assert heard.events.count(LogEvent.ATTEMPT_ABANDONED) == 1
         assert claim(db) == []
