@@ -318,7 +318,7 @@ async def test_a_thread_that_outlives_its_timeout_is_a_ticket(
     outbox = outbox_at(dsn, lease_seconds=1)
     may_end = threading.Event()
 
-    @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))
+    @outbox.handler("greet", timeout=1, retry=RetryPolicy.steps(3600))
     def greet(message: Message, ctx: SyncContext) -> None:
         may_end.wait(30)
 

@@ -153,7 +153,7 @@ async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: 
     outbox = Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1, lease_seconds=1))
     may_end = threading.Event()
 
-    @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))
+    @outbox.handler("greet", timeout=1, retry=RetryPolicy.steps(3600))
     def greet(message: Message, ctx: SyncContext) -> None:
         may_end.wait(30)
 

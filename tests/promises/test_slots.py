@@ -203,14 +203,14 @@ APPLICATION = """
     once = RetryPolicy.steps(3600)
 
 
-    @outbox.handler(Topic("hangs", version=2, upgrade={1: lambda payload: payload}), timeout=0.2, retry=once)
+    @outbox.handler(Topic("hangs", version=2, upgrade={1: lambda payload: payload}), timeout=1, retry=once)
     def hangs(message, ctx):
         logging.warning("handler begun")
         while not os.path.exists(os.environ["RETURN"]):
             time.sleep(0.05)
 
 
-    @outbox.handler("deaf", timeout=0.2, retry=once)
+    @outbox.handler("deaf", timeout=1, retry=once)
     async def deaf(message, ctx):
         logging.warning("handler begun")
         while True:
@@ -240,7 +240,7 @@ ONE_TOPIC = """
     outbox = Outbox()
 
 
-    @outbox.handler(Topic("order", queue="shop"), timeout=0.2, retry=RetryPolicy.steps(3600))
+    @outbox.handler(Topic("order", queue="shop"), timeout=1, retry=RetryPolicy.steps(3600))
     def deliver(message, ctx):
         while message.payload.get("hangs"):
             time.sleep(0.05)
@@ -398,7 +398,7 @@ async def test_a_worker_with_one_topic_ends_too_and_its_error_names_the_topic(db
     outbox = Outbox(Settings(dsn=dsn, concurrency=4, lease_seconds=1))
     let_go = threading.Event()
 
-    @outbox.handler("hangs", timeout=0.2, retry=RetryPolicy.steps(3600))
+    @outbox.handler("hangs", timeout=1, retry=RetryPolicy.steps(3600))
     def hangs(message: Message, ctx: SyncContext) -> None:
         let_go.wait(PROCESS_PATIENCE_SECONDS)
 
