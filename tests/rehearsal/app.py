@@ -50,7 +50,8 @@ def produce(dsn: str, seed: int, per_second: float, is_later: bool) -> None:
                     write(connection, number, chance, is_later)
                     next_at += chance.expovariate(per_second)
                     time.sleep(max(0.0, next_at - time.monotonic()))
-        except psycopg.OperationalError as error:
+        # The driver raises the second one when both PostgreSQL and PgBouncer have said that the session has ended.
+        except (psycopg.OperationalError, psycopg.InternalError) as error:
             note(what="disconnected", error=str(error))
             time.sleep(0.1)
 

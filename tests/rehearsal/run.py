@@ -173,9 +173,11 @@ def rehearse(
         if server is not None:
             fleet.storm = stack.enter_context(storm_over(fleet, server, chance))
         fleet.migrate(first)
-        locks = stack.enter_context(watched_locks(dsn if server is None else server.dsn))
+        # After a crash PgBouncer refuses clients for a while.
+        judge_dsn = dsn if server is None else server.dsn
+        locks = stack.enter_context(watched_locks(judge_dsn))
         try:
-            fact = _there_and_back(fleet, first, later, seconds / 6, chance)
+            fact = _there_and_back(fleet, first, later, seconds / 6, chance, judge_dsn)
         finally:
             for process in fleet.processes.values():
                 process.signal(signal.SIGKILL)
@@ -188,10 +190,12 @@ def rehearse(
             for log in directory.glob(f"worker * of {release.version}.log")
         )
     ]
-    return fact | fleet.facts() | locks.facts() | judge(dsn, directory, has_storm=server is not None)
+    return fact | fleet.facts() | locks.facts() | judge(judge_dsn, directory, has_storm=server is not None)
 
 
-def _there_and_back(fleet: Fleet, first: Release, later: Release, step: float, chance: random.Random) -> dict[str, Any]:
+def _there_and_back(
+    fleet: Fleet, first: Release, later: Release, step: float, chance: random.Random, judge_dsn: str
+) -> dict[str, Any]:
     for number in (1, 2):
         fleet.work(f"worker {number} of {first.version}", first)
         fleet.produce(f"producer {number} of {first.version}", first)
@@ -220,7 +224,7 @@ def _there_and_back(fleet: Fleet, first: Release, later: Release, step: float, c
     refused.log.close()
     fleet.flow(step, chance)
     fleet.stop(*(name for name in fleet.processes if "producer" in name))
-    drain(fleet.dsn)
+    drain(judge_dsn)
     fleet.stop(*fleet.processes)
     return fact
 
@@ -283,9 +287,10 @@ def _out_of_order(entries: list[dict[str, Any]]) -> int:
 
 
 EXCUSES: Final = (
-    "gave up waiting|paused for a second|terminating connection|server closed|the database system is|refused"
+    "gave up waiting|paused for a second|terminating connection|server closed|the connection is lost"
+    "|the database system is|refused"
     # Of PgBouncer.
-    "|server login has been failing|server conn crashed"
+    "|server login has been failing|server conn crashed|received 2 results from command"
 )
 """What a migration may say that was struck by a storm."""
 BROKEN: Final = (

@@ -62,6 +62,7 @@ auth_type = any
 auth_file = {directory}/users.txt
 pool_mode = {mode}
 default_pool_size = {size}
+server_login_retry = 1
 log_connections = 0
 log_disconnections = 0
 log_stats = 0
