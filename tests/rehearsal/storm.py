@@ -106,8 +106,8 @@ class Storm:
 
     def _dump(self, ended: threading.Event) -> None:
         while not ended.wait(0.5):
-            with contextlib.suppress(subprocess.CalledProcessError, psycopg.OperationalError):
-                dump_of(self.faults.fleet.server.dsn)
+            with contextlib.suppress(AssertionError, psycopg.OperationalError):
+                dump_of(self.faults.fleet.server.dsn)  # A fault may end it.
 
     def _prepare(self) -> None:
         number = random.SystemRandom().randrange(1 << 52)
