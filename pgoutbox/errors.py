@@ -72,7 +72,7 @@ class ArgumentError(PgOutboxError, ValueError):
 
 
 class DedupeConflictError(PgOutboxError):
-    """Another message with a different payload has this dedupe key."""
+    """Another message with a different payload of the same version has this dedupe key."""
 
 
 class UnknownTopicError(PgOutboxError, LookupError):

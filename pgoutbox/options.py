@@ -68,7 +68,7 @@ class MessageOptions(FanoutOptions, total=False):
 
     `delay` and `max_delay` (seconds or timedeltas) count on PostgreSQL's clock; give `delay` or `available_at`.
     `available_at` and `expires_at` are datetimes with a time zone. With `on_duplicate="ignore"` a message with a known
-    `dedupe_key` and another payload is a duplicate, too; otherwise it is an error.
+    `dedupe_key` and another payload of its version is a duplicate, too; otherwise it is an error.
     """
 
     destination: str | None

@@ -123,10 +123,10 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         `require_transaction=False` accepts autocommit.
 
         Raises `ArgumentError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
-        dedupe key has another payload, unless `MessageOptions` ignore that; `UnknownTopicError` from a strict outbox;
-        `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the schema, or if the
-        sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding lacks a character. The
-        driver's own errors pass through. With `best_effort` all are logged instead, with the keys and the owner, rolled
+        dedupe key has another payload of the same version, unless `MessageOptions` ignore that; `UnknownTopicError`
+        from a strict outbox; `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the
+        schema, or if the sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding
+        lacks a character. The driver's own errors pass through. With `best_effort` all are logged instead, with the keys and the owner, rolled
         back to a savepoint, and None is returned: the caller's transaction stays usable. Such a call waits at most a
         second for a locked table, and for a key, or the ended message that has it, as every call does: up to the
         caller's `lock_timeout` and `statement_timeout`. An error that ends the whole transaction, such as a lost

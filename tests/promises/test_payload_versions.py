@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 from pydantic import BaseModel
 
 from pgoutbox import (
     ArgumentError,
     ConfigurationError,
+    DedupeConflictError,
     EditResult,
     Failure,
     Message,
@@ -30,11 +32,13 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import is_asleep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tests.promises.conftest import StartWorker
     from tests.support.worker_process import WorkerProcess
+
+    Way = Callable[[psycopg.Connection, Outbox, Topic[Any], BaseModel], int]
 
 OLD: Final = """
     import asyncio
@@ -301,6 +305,108 @@ def test_every_way_to_enqueue_writes_the_version_of_the_topic(dsn: str, db: psyc
     with db.transaction():
         assert outbox.on(db).edit(one.id, owner="ada", payload=ada) is EditResult.EDITED
     assert db.execute(read, [one.id]).fetchone() == (3,)
+
+
+class Greeting(BaseModel):
+    name: str
+
+
+def topic_of(model: type[BaseModel], version: int = 1) -> Topic[Any]:
+    return Topic("mail", payload=model, dedupe_key=lambda _: "k", version=version)
+
+
+def enqueue_one(db: psycopg.Connection, outbox: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
+    return outbox.on(db).enqueue(topic, payload).id
+
+
+def enqueue_in_bulk(db: psycopg.Connection, outbox: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
+    return outbox.on(db).enqueue_many([NewMessage("other", 1), NewMessage(topic, payload)]).ids[1]
+
+
+def enqueue_by_sql(db: psycopg.Connection, _: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
+    return enqueue(db, "mail", payload.model_dump(), dedupe_key="k", payload_version=topic.payload_version)
+
+
+def enqueue_by_sql_in_bulk(db: psycopg.Connection, _: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
+    item = {"topic": "mail", "payload": payload.model_dump(), "dedupe_key": "k", "payload_version": topic.version}
+    ((message_id,),) = db.execute("SELECT id FROM pgoutbox.enqueue_many(%s)", [Jsonb([item])]).fetchall()
+    return int(message_id)
+
+
+WAYS: Final[Sequence[Way]] = (enqueue_one, enqueue_in_bulk, enqueue_by_sql, enqueue_by_sql_in_bulk)
+ADA: Final = Greeting(name="Ada Byron")
+
+
+CONFLICT: Final = (DedupeConflictError, psycopg.errors.UniqueViolation)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_repetition_with_another_version_of_the_payload_is_a_duplicate(
+    dsn: str, db: psycopg.Connection, way: Way
+) -> None:
+    """Otherwise a deployment would fail each transaction that repeats an enqueue of the former release, and back."""
+    outbox = Outbox(settings_for(dsn))
+    old, new = topic_of(Greeting), topic_of(Person, version=2)
+    with db.transaction():
+        message_id = way(db, outbox, old, ADA)
+    for again in WAYS:
+        for topic, payload in ((new, Person(first="Ada", last="Byron")), (old, ADA)):
+            with db.transaction():
+                assert again(db, outbox, topic, payload) == message_id
+        with pytest.raises(CONFLICT), db.transaction():
+            again(db, outbox, old, Greeting(name="Bob"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_that_takes_a_dedupe_key_is_compared_with_its_own_version(
+    dsn: str, db: psycopg.Connection, way: Way
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    old, new = topic_of(Greeting), topic_of(Person, version=2)
+    with db.transaction():
+        cancelled = way(db, outbox, old, ADA)
+        outbox.on(db).cancel(cancelled)
+    with db.transaction():
+        message_id = way(db, outbox, new, Person(first="Ada", last="Byron"))
+    assert message_id != cancelled
+    with db.transaction():
+        assert way(db, outbox, old, Greeting(name="Bob")) == message_id
+    with pytest.raises(CONFLICT), db.transaction():
+        way(db, outbox, new, Person(first="Bob", last="Byron"))
+
+
+def test_a_message_that_gets_its_dedupe_key_back_is_compared_with_its_own_version(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    new = topic_of(Person, version=2)
+    with db.transaction():
+        message_id = enqueue_one(db, outbox, new, Person(first="Ada", last="Byron"))
+        outbox.on(db).cancel(message_id)
+    db.execute("DELETE FROM pgoutbox.dedupe")  # As after a prune of a message that had taken the key.
+    assert run_process("redrive", str(message_id), dsn=dsn).exit_code == 0
+    with db.transaction():
+        assert enqueue_one(db, outbox, topic_of(Greeting), ADA) == message_id
+    with pytest.raises(DedupeConflictError), db.transaction():
+        enqueue_one(db, outbox, new, Person(first="Bob", last="Byron"))
+
+
+def test_a_repetition_with_a_new_field_is_a_duplicate_by_a_rule_or_by_a_version(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    class WithLanguage(Greeting):
+        language: str = "en"
+
+    outbox = Outbox(settings_for(dsn))
+    with db.transaction():
+        message_id = enqueue_one(db, outbox, topic_of(Greeting), ADA)
+    repeated = WithLanguage(name="Ada Byron")
+    with pytest.raises(DedupeConflictError), db.transaction():
+        enqueue_one(db, outbox, topic_of(WithLanguage), repeated)
+    ignoring = Topic("mail", payload=WithLanguage, dedupe_key=lambda _: "k", on_duplicate="ignore")
+    for topic in (ignoring, topic_of(WithLanguage, version=2)):
+        with db.transaction():
+            assert enqueue_one(db, outbox, topic, repeated) == message_id
 
 
 def test_a_copy_keeps_its_version(dsn: str, db: psycopg.Connection, start_worker: StartWorker) -> None:

@@ -67,8 +67,11 @@ BEGIN
         PERFORM pgoutbox._refuse_id(new_id);
     END IF;
     IF options.dedupe_key IS NOT NULL THEN
-        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        VALUES (new_id, topic, options.dedupe_key, (pgoutbox._payload_digests(payload))[1])
+        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest, payload_version)
+        VALUES (
+            new_id, topic, options.dedupe_key, (pgoutbox._payload_digests(payload))[1],
+            coalesce(options.payload_version, 1)
+        )
         ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
         IF NOT FOUND THEN
             known_id := pgoutbox._take_used_dedupe_key(options, new_id);

@@ -38,8 +38,8 @@ BEGIN
     );
     WITH rekeyed AS (
         -- The message that took over the key may be deleted, and its key too.
-        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        SELECT m.id, m.topic, m.dedupe_key, (pgoutbox._payload_digests(m.payload))[1]
+        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest, payload_version)
+        SELECT m.id, m.topic, m.dedupe_key, (pgoutbox._payload_digests(m.payload))[1], m.payload_version
         FROM pgoutbox.message AS m
         WHERE m.id = ANY (keyed)
             AND NOT EXISTS (

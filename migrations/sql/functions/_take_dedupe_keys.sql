@@ -16,15 +16,15 @@ DECLARE
 BEGIN
     WITH first AS (
         SELECT DISTINCT ON (d.topic COLLATE "C", d.dedupe_key COLLATE "C")
-            ids[d.ordinality] AS id, d.topic, d.dedupe_key, d.payload
+            ids[d.ordinality] AS id, d.topic, d.dedupe_key, d.payload, coalesce(d.payload_version, 1) AS payload_version
         FROM unnest(drafts) WITH ORDINALITY AS d
         WHERE d.dedupe_key IS NOT NULL
         ORDER BY d.topic COLLATE "C", d.dedupe_key COLLATE "C", d.ordinality
     ), taken AS (
         -- This waits for a transaction that is inserting the same key, and inserts the row if that one rolls back. A redrive
         -- of a cancelled message has its row locked until its commit, so the last condition looks again after that.
-        INSERT INTO pgoutbox.dedupe AS t (message_id, topic, dedupe_key, payload_digest)
-        SELECT f.id, f.topic, f.dedupe_key, (pgoutbox._payload_digests(f.payload))[1]
+        INSERT INTO pgoutbox.dedupe AS t (message_id, topic, dedupe_key, payload_digest, payload_version)
+        SELECT f.id, f.topic, f.dedupe_key, (pgoutbox._payload_digests(f.payload))[1], f.payload_version
         FROM first AS f
         WHERE (
             SELECT o.message_id
@@ -36,7 +36,10 @@ BEGIN
             LIMIT 1
         ) IS NULL
         ON CONFLICT ON CONSTRAINT dedupe_pkey DO UPDATE
-        SET message_id = excluded.message_id, payload_digest = excluded.payload_digest, created_at = now()
+        SET message_id = excluded.message_id,
+            payload_digest = excluded.payload_digest,
+            payload_version = excluded.payload_version,
+            created_at = now()
         WHERE NOT t.is_kept AND pgoutbox._has_freed_key(t.message_id)
         RETURNING t.message_id
     )
