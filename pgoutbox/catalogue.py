@@ -18,9 +18,10 @@ from pgoutbox.clock import seconds_of
 from pgoutbox.encryption import is_sealed
 from pgoutbox.enqueue.payloads import fit
 from pgoutbox.enqueue.validation import Draft
-from pgoutbox.errors import ArgumentError, PgOutboxError, UnknownTopicError
+from pgoutbox.errors import ArgumentError, PgOutboxError, StateError, UnknownTopicError
 from pgoutbox.handlers import OnUnknown
-from pgoutbox.operations import Correction, MessageResult, Operator
+from pgoutbox.message import upgraded
+from pgoutbox.operations import Correction, MessageResult, Operator, ShownMessage
 from pgoutbox.options import KEYS, OPTIONS, MessageOptions, check_name
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
@@ -170,20 +171,37 @@ def correct_message(
 ) -> MessageResult:
     """Correct a message like `Operator.correct`, after its topic's model has checked the payload.
 
-    Without an outbox no model checks it. Raises like `Operator.correct`, `MessageNotFoundError`, and
-    `UnknownTopicError` for a topic that the outbox neither defines nor handles.
+    A payload of an earlier version is brought forward first, unless the correction names its version. Without an outbox
+    no model checks it. Raises like `Operator.correct`, `MessageNotFoundError`, and `UnknownTopicError` for a topic that
+    the outbox neither defines nor handles.
     """
     if "payload" in correction and outbox is not None and operator.reads_payloads():
         message, _ = operator.show_message(message_id, whole=True)
-        topic = find_topic(outbox, message.topic)
-        # The model is that of the topic's own version.
-        model = topic.payload if message.payload_version == topic.version else None
-        if model is not None and not is_sealed(message.payload):
-            try:
-                fit(model, _merged(message.payload, correction["payload"]))
-            except RecursionError:
-                raise ArgumentError("payload", "is nested too deep") from None
+        if not is_sealed(message.payload):
+            correction = _checked(message, find_topic(outbox, message.topic), correction)
     return operator.correct(message_id, correction)
+
+
+def _checked(message: ShownMessage, topic: Topic[Any], correction: Correction) -> Correction:
+    """Return the correction in the version that it names, or in that of the topic, if the topic's model accepts it."""
+    own, patch = message.payload_version, correction["payload"]
+    version = correction.get("payload_version", topic.version)
+    try:
+        if own == version:
+            new = _merged(message.payload, patch)
+        elif "payload_version" in correction:
+            new = patch
+        else:
+            new = _merged(cast("JsonValue", upgraded(message.payload, own, version, topic.upgrade)), patch)
+            correction = {**correction, "payload": new, "payload_version": version}
+        if topic.payload is not None and version == topic.version:
+            fit(topic.payload, new)
+    except RecursionError:
+        raise ArgumentError("payload", "is nested too deep") from None
+    except StateError as error:
+        hint = f"give payload_version {own} to change members of version {own}"
+        raise ArgumentError("payload", f"message {message.id}: {error}; {hint}") from error.__cause__
+    return correction
 
 
 def _merged(value: JsonValue, patch: JsonValue) -> JsonValue:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,11 +14,10 @@ from psycopg.rows import TupleRow
 from pydantic import BaseModel, ValidationError
 
 from pgoutbox.clock import Duration
-from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome, Postponed, ReasonCode
+from pgoutbox.errors import ConfigurationError, StateError
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, upgraded
 from pgoutbox.retry import UNREADABLE_TIMEOUT_SECONDS, RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
-from pgoutbox.text import describe
 
 C = TypeVar("C")
 
@@ -128,20 +126,10 @@ class Handler:
 
     def _upgraded(self, message: Message[object]) -> object:
         """Return the payload of an earlier version in the version of the topic."""
-        payload = copy.deepcopy(message.payload)  # A batch handler may get it again.
-        if message.payload_version > self.version:
-            raise _unreadable(
-                message, f"the payload has version {message.payload_version}, and the topic {self.version}"
-            )
-        for version in range(message.payload_version, self.version):
-            if version not in self.upgrade:
-                raise _unreadable(message, f"the payload has version {version}, and the topic no upgrade of it")
-            try:
-                payload = self.upgrade[version](payload)
-            except Exception as error:
-                text = f"the payload cannot be upgraded from version {version}: {describe(error)}"
-                raise _unreadable(message, text) from error
-        return payload
+        try:
+            return upgraded(message.payload, message.payload_version, self.version, self.upgrade)
+        except StateError as error:
+            raise _unreadable(message, str(error)) from error.__cause__
 
 
 def handled_by(handlers: Mapping[str, Handler]) -> list[str]:

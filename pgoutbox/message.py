@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, Generic, NamedTuple
@@ -13,6 +14,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue
 from typing_extensions import TypeVar
 
 from pgoutbox.clock import Duration, seconds_of
+from pgoutbox.errors import StateError
+from pgoutbox.text import describe
 
 # Without a model: any JSON value. For a type checker, `dict[str, int]` does not match `dict[str, JsonValue]`.
 P = TypeVar("P", default=Any)
@@ -263,3 +266,18 @@ class Postponed(Snooze):
 
 
 Outcome = Sent | Transient | Unavailable | Permanent | Skip | Snooze
+
+
+def upgraded(payload: object, version: int, wanted: int, upgrades: Mapping[int, Callable[[Any], Any]]) -> object:
+    """Return a payload of an earlier version in the wanted one. Raises `StateError` if that is impossible."""
+    payload = copy.deepcopy(payload)  # The caller may upgrade it again.
+    if version > wanted:
+        raise StateError(f"the payload has version {version}, and the topic {wanted}")
+    for earlier in range(version, wanted):
+        if earlier not in upgrades:
+            raise StateError(f"the payload has version {earlier}, and the topic no upgrade of it")
+        try:
+            payload = upgrades[earlier](payload)
+        except Exception as error:
+            raise StateError(f"the payload cannot be upgraded from version {earlier}: {describe(error)}") from error
+    return payload

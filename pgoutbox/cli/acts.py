@@ -40,7 +40,7 @@ from pgoutbox.text import pluralize
 _MAX_COUNT: Final = 100_000
 _PREVIEW_ROWS: Final = 10
 _COMMITTED: Final = "the changes so far are committed; run the command again for the rest"
-_CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "headers")
+_CORRECTABLE_FIELDS: Final = ("destination", "owner", "queue", "payload", "payload_version", "headers")
 
 # For each argument of an act: its type, and its option.
 _OPTIONS: Final[Mapping[str, Any]] = {
@@ -94,12 +94,13 @@ def _correct(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="destination, owner, queue, or with ids: payload, headers (JSON, merged). Repeatable.",
+            help="destination, owner, queue, or with ids: payload (JSON, merged), payload_version, headers (JSON, "
+            "merged). Repeatable.",
         ),
     ],
 ) -> None:
     correction = _correction_of(changes)
-    if not correction.keys() & {"payload", "headers"}:
+    if not correction.keys() & {"payload", "payload_version", "headers"}:
         _run("correct", options, correction=correction)
         return
     if not options.message_ids or options.every or options.filter().given():
@@ -118,7 +119,7 @@ def _correction_of(changes: list[str]) -> Correction:
             raise typer.BadParameter(f"--set {name}: give FIELD=VALUE, with one of {', '.join(_CORRECTABLE_FIELDS)}")
         if name in correction:
             raise typer.BadParameter(f"--set {name}: given twice")
-        if name in ("payload", "headers"):
+        if name in ("payload", "payload_version", "headers"):
             correction[name] = from_json(value.encode("utf-8", "surrogateescape"), name)
         else:
             correction[name] = value or None

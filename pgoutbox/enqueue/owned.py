@@ -16,7 +16,7 @@ from pgoutbox.encryption import decrypted, is_sealed
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Route, prepare
 from pgoutbox.errors import ArgumentError, ConfigurationError, StateError
-from pgoutbox.message import State, Transient
+from pgoutbox.message import State, Transient, upgraded
 from pgoutbox.options import KEYS, MessageOptions, check_id, check_name, check_owner, check_whole, if_given
 from pgoutbox.text import preview
 from pgoutbox.topics import NewMessage, Topic, name_of
@@ -29,7 +29,9 @@ class OwnedMessage(BaseModel):
 
     `destination` and `reason` are redacted. `reason` says why the message was skipped or failed. `edit` takes a new
     payload while the state is `pending` and `attempt_count` is 0. `payload` is the JSON value that was enqueued,
-    decrypted if it was encrypted, or None if it was not requested.
+    decrypted if it was encrypted, and brought forward to the version of its topic in this outbox. `payload_version` is
+    another one only if the topic is not defined, has no upgrade of this version, or is older. Both are None if payloads
+    were not requested.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True)
@@ -49,6 +51,7 @@ class OwnedMessage(BaseModel):
     ordering_key: str | None
     reason: str | None
     payload: Any = None
+    payload_version: int | None = None
 
 
 class EditResult(enum.StrEnum):
@@ -98,8 +101,21 @@ def search_of(
 
 
 def opened(text: str | bytes, router: Router) -> OwnedMessage:
-    """Return a message of `sql.FIND`, decrypted. The destination, which may be redacted, is not compared."""
-    message = OwnedMessage.model_validate_json(text)
+    """Return a message of `sql.FIND`, decrypted and in the version of its topic's definition."""
+    message = _decrypted(OwnedMessage.model_validate_json(text), router)
+    topic = router.defined(message.topic)
+    version = message.payload_version
+    if topic is None or version is None or version not in topic.upgrade:
+        return message
+    try:
+        payload = upgraded(message.payload, version, topic.version, topic.upgrade)
+    except StateError as error:
+        raise StateError(f"message {message.id}: {error}") from error.__cause__
+    return message.model_copy(update={"payload": payload, "payload_version": topic.version})
+
+
+def _decrypted(message: OwnedMessage, router: Router) -> OwnedMessage:
+    """Return the message with its payload decrypted. The destination, which may be redacted, is not compared."""
     if not is_sealed(message.payload):
         return message
     try:

@@ -126,11 +126,11 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         dedupe key has another payload of the same version, unless `MessageOptions` ignore that; `UnknownTopicError`
         from a strict outbox; `TransactionError` outside a transaction, or in an aborted one; `SchemaError` without the
         schema, or if the sequence of ids is behind the messages; `ConfigurationError` if the connection's encoding
-        lacks a character. The driver's own errors pass through. With `best_effort` all are logged instead, with the keys and the owner, rolled
-        back to a savepoint, and None is returned: the caller's transaction stays usable. Such a call waits at most a
-        second for a locked table, and for a key, or the ended message that has it, as every call does: up to the
-        caller's `lock_timeout` and `statement_timeout`. An error that ends the whole transaction, such as a lost
-        connection, is still raised: None never hides the loss of the caller's own writes.
+        lacks a character. The driver's own errors pass through. With `best_effort` all are logged instead, with the
+        keys and the owner, rolled back to a savepoint, and None is returned: the caller's transaction stays usable.
+        Such a call waits at most a second for a locked table, and for a key, or the ended message that has it, as every
+        call does: up to the caller's `lock_timeout` and `statement_timeout`. An error that ends the whole transaction,
+        such as a lost connection, is still raised: None never hides the loss of the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -332,7 +332,9 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
 
         The role of producers may not read payloads: `payloads=True` raises the driver's error 42501 until the owner of
         the schema runs `GRANT EXECUTE ON FUNCTION pgoutbox.read_payloads TO ...`. An encrypted payload is decrypted;
-        without its key this raises `ConfigurationError`. Needs no transaction. Raises like `enqueue` otherwise.
+        without its key this raises `ConfigurationError`. A payload of an earlier version is brought forward by the
+        upgrade of its topic; if that fails this raises `StateError`. Needs no transaction. Raises like `enqueue`
+        otherwise.
 
             for message in outbox.on(connection).find(owner="account-7", payloads=True):
                 print(message.available_at, message.payload["text"])

@@ -53,6 +53,10 @@ class Router:
         keyring = self.keyring if definition.encrypted else None
         return Route(definition, max_attempts, self.source.settings.max_payload_bytes, serializer, keyring)
 
+    def defined(self, name: str) -> Topic[Any] | None:
+        """Return the definition that is registered under this name, or a former one."""
+        return self._topics.get(name)
+
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
         """Return the topic's own definition, or the one registered under its name."""
         name = check_name("topic", name_of(topic))

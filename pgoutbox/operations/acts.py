@@ -61,9 +61,12 @@ class Correction(TypedDict, total=False):
     """The fields of a message that a correction changes. None removes the headers, the destination or the owner.
 
     Payload and headers are merge patches (RFC 7396): objects with the members to replace, and None for those to remove.
+    `payload_version` is the version of the patch. One that is later than that of the message is no patch: `payload` is
+    then the whole new payload.
     """
 
     payload: JsonValue
+    payload_version: int
     headers: dict[str, str | None] | None
     destination: str | None
     owner: str | None
@@ -259,7 +262,7 @@ def _check_correction(value: Correction | None) -> Jsonb:
     for name, change in (value or {}).items():
         if name in ("payload", "headers"):
             changes[name] = json.loads(to_json(change, max_bytes=_MAX_PAYLOAD_BYTES, field=name))
-        elif name in OPTIONS and (change is not None or name == "queue"):
+        elif name in OPTIONS and (change is not None or name in ("queue", "payload_version")):
             changes[name] = OPTIONS[name](name, change)
         else:
             changes[name] = change
@@ -293,9 +296,10 @@ ACTS: Final[Mapping[ActName, Act]] = {
             did="corrected, and pending",
             says="Change fields of pending and failed messages, and make failed ones pending.",
             more='--set owner= removes the owner. --set payload=\'{"email": "ada@example.org"}\' replaces this member '
-            "and keeps the others; null removes one. With --app or PGOUTBOX_APP, the model of the topic checks the "
-            "payload. Payload and headers need a role that may read them. The audit records the names of the fields, "
-            "and no values.",
+            "and keeps the others; null removes one. With --app or PGOUTBOX_APP, a payload is brought forward to the "
+            "version of its topic, and the model checks it; --set payload_version=1 corrects version 1 as it is. "
+            "Payload and headers need a role that may read them. The audit records the names of the fields, and no "
+            "values.",
             arguments=(ActArgument("correction", "correction", "the fields to change", _check_correction),),
         ),
         Act(

@@ -291,7 +291,8 @@ class Operator:
         """Change fields of a pending or failed message, and make it pending if it is failed.
 
         A message that has been tried gets its initial number of attempts. With another payload, headers or destination
-        it is due at once. Payload and headers need a role that may read them. No model checks the payload. The operator
+        it is due at once. Payload and headers need a role that may read them. No model checks the payload. If workers
+        know a later version of the payload than the message has, the correction must name its own version. The operator
         can read the message at another destination, so the owner may have revoked this right, and the audit records
         digests of the old and the new one. It has no values, only the names of the fields and the queue. An encrypted
         message is left alone, and so is one that is superseded. Raises `ArgumentError` for invalid values, and

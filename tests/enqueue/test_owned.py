@@ -196,7 +196,7 @@ def test_a_producer_reads_payloads_only_by_a_right_of_its_own(
 def test_the_payload_of_another_owner_is_not_read(rolled_back: psycopg.Connection) -> None:
     mine, other, unowned = hello(rolled_back), hello(rolled_back, owner=BOB), hello(rolled_back, owner=None)
     read = rolled_back.execute("SELECT * FROM pgoutbox.read_payloads(%s, %s)", [[mine, other, unowned], ADA])
-    assert read.fetchall() == [(mine, {"text": "hello"})]
+    assert read.fetchall() == [(mine, {"text": "hello"}, 1)]
 
 
 def test_an_encrypted_payload_is_decrypted(secret: Outbox, db: psycopg.Connection) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import textwrap
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -23,10 +24,13 @@ from pgoutbox import (
     Outbox,
     Permanent,
     State,
+    StateError,
     Topic,
     Worker,
 )
-from tests.support.command_line import run_process
+from pgoutbox.catalogue import correct_message
+from pgoutbox.operations import ActResult, Correction, Operator
+from tests.support.command_line import Done, run_process
 from tests.support.outbox_actions import due_earlier, enqueue, rows_of, settings_for
 from tests.support.waiting import wait_until
 from tests.support.worker_process import is_asleep
@@ -324,7 +328,7 @@ def enqueue_in_bulk(db: psycopg.Connection, outbox: Outbox, topic: Topic[Any], p
 
 
 def enqueue_by_sql(db: psycopg.Connection, _: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
-    return enqueue(db, "mail", payload.model_dump(), dedupe_key="k", payload_version=topic.payload_version)
+    return enqueue(db, "mail", payload.model_dump(), dedupe_key="k", payload_version=topic.version)
 
 
 def enqueue_by_sql_in_bulk(db: psycopg.Connection, _: Outbox, topic: Topic[Any], payload: BaseModel) -> int:
@@ -415,6 +419,157 @@ def test_a_copy_keeps_its_version(dsn: str, db: psycopg.Connection, start_worker
     assert run_process("resend", str(message_id), "--yes", dsn=dsn).exit_code == 0
     copied = "SELECT payload_version FROM pgoutbox.message WHERE resend_of = %s"
     assert db.execute(copied, [message_id]).fetchone() == (2,)
+
+
+def version_of(db: psycopg.Connection, message_id: int) -> tuple[object, int]:
+    ((payload, version),) = db.execute(
+        "SELECT payload, payload_version FROM pgoutbox.message WHERE id = %s", [message_id]
+    ).fetchall()
+    return payload, version
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> dict[str, str]:
+    """The environment of a command that knows version 2."""
+    (tmp_path / "versions_app.py").write_text(textwrap.dedent(NEW))
+    return {"PYTHONPATH": str(tmp_path), "PGOUTBOX_APP": "versions_app:outbox"}
+
+
+def correct(dsn: str, message_id: int, payload: object, *further: str, **environment: str) -> Done:
+    change = f"payload={json.dumps(payload)}"
+    return run_process("correct", str(message_id), "--set", change, *further, dsn=dsn, stdin=b"", **environment)
+
+
+def test_a_corrected_member_of_the_new_version_reaches_the_handler_and_the_copies(
+    dsn: str, db: psycopg.Connection, start_worker: StartWorker, app: dict[str, str]
+) -> None:
+    """Left in its former version, the payload would lose the correction in the upgrade."""
+    message_id = enqueue_old(db)
+    corrected = correct(dsn, message_id, {"last": "Lovelace"}, **app)
+    assert corrected.exit_code == 0, corrected.err
+    assert version_of(db, message_id) == ({"first": "Ada", "last": "Lovelace"}, 2)
+    assert start_worker(NEW, "--drain").wait() == 0
+    assert run_process("resend", str(message_id), dsn=dsn).exit_code == 0
+    assert start_worker(NEW, "--drain").wait() == 0
+    handed = db.execute("SELECT DISTINCT by, payload FROM handed").fetchall()
+    assert handed == [("new", '{"first":"Ada","last":"Lovelace"}')]
+    assert len(db.execute("SELECT FROM handed").fetchall()) == 2
+
+
+def test_the_model_checks_a_payload_that_was_brought_forward(
+    dsn: str, db: psycopg.Connection, app: dict[str, str]
+) -> None:
+    message_id = enqueue_old(db)
+    refused = correct(dsn, message_id, {"last": 7}, **app)
+    assert refused.exit_code != 0
+    assert "payload.last" in refused.err
+    assert version_of(db, message_id) == ({"name": "Ada Byron"}, 1)
+
+
+def test_a_correction_keeps_a_member_that_is_null_in_the_new_version(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(Topic("mail", version=2, upgrade={1: lambda old: {"name": old["name"], "title": None}}))
+    message_id = enqueue_old(db)
+    correct_message(Operator(db), outbox, message_id, {"payload": {"name": "Ada Lovelace"}})
+    assert version_of(db, message_id) == ({"name": "Ada Lovelace", "title": None}, 2)
+
+
+def test_a_correction_without_the_application_is_refused_while_workers_know_a_later_version(
+    dsn: str, db: psycopg.Connection, start_worker: StartWorker, app: dict[str, str]
+) -> None:
+    """A person who names the version may correct it as it is."""
+    message_id = enqueue_old(db)
+    due_earlier(db, message_id, -86_400)
+    assert correct(dsn, message_id, {"name": "Ada King"}).exit_code == 0
+    worker = start_worker(NEW)
+    wait_until(lambda: "worker_started" in worker.events(), lambda: worker.log)
+    refused = correct(dsn, message_id, {"last": "Lovelace"}, COLUMNS="300")
+    assert refused.exit_code != 0
+    assert (
+        f"payload: message {message_id} has version 1 of the payload, and workers know version 2; give --app with that "
+        "version, or payload_version 1 to change members of version 1" in refused.err
+    )
+    assert version_of(db, message_id) == ({"name": "Ada King"}, 1)
+    for environment in ({}, app):
+        named = correct(dsn, message_id, {"name": "Ada Lovelace"}, "--set", "payload_version=1", **environment)
+        assert named.exit_code == 0, named.err
+        assert version_of(db, message_id) == ({"name": "Ada Lovelace"}, 1)
+    assert correct(dsn, message_id, {"last": "Noel"}, **app).exit_code == 0
+    assert version_of(db, message_id) == ({"first": "Ada", "last": "Noel"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("topic", "problem"),
+    [
+        (Topic("mail"), "the payload has version 2, and the topic 1"),
+        (Topic("mail", version=3), "the payload has version 2, and the topic no upgrade of it"),
+        (
+            Topic("mail", version=3, upgrade={2: lambda payload: payload["nam"]}),
+            "the payload cannot be upgraded from version 2: KeyError: 'nam'",
+        ),
+    ],
+)
+def test_a_correction_of_a_payload_that_cannot_be_brought_forward_is_refused(
+    dsn: str, db: psycopg.Connection, topic: Topic[Any], problem: str
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(topic)
+    message_id = enqueue_new(db)
+    with pytest.raises(ArgumentError) as refused:
+        correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}})
+    hint = "give payload_version 2 to change members of version 2"
+    assert str(refused.value) == f"payload: message {message_id}: {problem}; {hint}"
+    corrected = correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}, "payload_version": 2})
+    assert corrected.result is ActResult.CORRECTED
+    assert version_of(db, message_id) == ({"first": "Ada", "last": "King"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("correction", "problem"),
+    [
+        (
+            {"payload": 1, "payload_version": 1},
+            "payload_version: message 1 has version 2 of the payload, which is later",
+        ),
+        ({"payload": 1, "payload_version": 0}, "payload_version: must be a whole number from 1 to 100, not 0"),
+        ({"payload": 1, "payload_version": None}, "payload_version: must be a whole number from 1 to 100, not None"),
+        ({"payload_version": 2}, "payload_version: must not be given without payload"),
+    ],
+)
+def test_an_impossible_version_of_a_correction_is_refused(
+    db: psycopg.Connection, correction: Correction, problem: str
+) -> None:
+    assert enqueue_new(db) == 1
+    with pytest.raises(ArgumentError, match=problem):
+        Operator(db).correct(1, correction)
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="payload_version: must be from 1 to 100"):
+        db.execute("""SELECT pgoutbox.correct('{1}', '{"payload": 1, "payload_version": "x"}')""")
+
+
+def test_an_owner_finds_payloads_in_the_version_of_the_topic(dsn: str, db: psycopg.Connection) -> None:
+    def split(payload: dict[str, str]) -> dict[str, str]:
+        first, _, last = payload["name"].partition(" ")
+        return {"first": first, "last": last}
+
+    for version, payload in enumerate(
+        [{"name": "Ada Byron"}, split({"name": "Ada King"}), {"full": "Ada Byron"}], start=1
+    ):
+        enqueue(db, "mail", payload, owner="ada", payload_version=version)
+    enqueue(db, "other", "note", owner="ada", payload_version=2)
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(Topic("mail", payload=Person, version=2, upgrade={1: split}))
+    found = outbox.on(db).find(owner="ada", payloads=True)
+    assert [(message.payload, message.payload_version) for message in found] == [
+        ("note", 2),
+        ({"full": "Ada Byron"}, 3),
+        ({"first": "Ada", "last": "King"}, 2),
+        ({"first": "Ada", "last": "Byron"}, 2),
+    ]
+    assert {message.payload_version for message in outbox.on(db).find(owner="ada")} == {None}
+    failing = Outbox(settings_for(dsn))
+    failing.define(Topic("mail", version=2, upgrade={1: lambda payload: payload["nam"]}))
+    with pytest.raises(StateError, match=r"^message 1: the payload cannot be upgraded from version 1: KeyError: 'nam'"):
+        failing.on(db).find(owner="ada", payloads=True)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 -- failed ones pending again. The changes are a JSON object of these fields; those of payload and headers are merge
 -- patches (RFC 7396). Each message is corrected, missing, wrong_state, changed, superseded, encrypted, ordered,
 -- dedupe_key_taken or locked. The audit has no values: names of the fields, and digests of the old and the new
--- destination. A destination is refused during a blackout.
+-- destination. A destination is refused during a blackout. payload_version is the version of the patch, and with a later
+-- version than that of the message, the payload is no patch but the whole new payload. It must be given if workers know a
+-- later version.
 --
 -- Its caller can read the messages at the destination that it sets. So it is a right of its own, which the owner can
 -- revoke. Payload and headers can be corrected by a role that may read them.
@@ -86,9 +88,8 @@ BEGIN
     );
     WITH written AS (
         UPDATE pgoutbox.message_live AS m
-        SET payload = CASE
-                WHEN changes ? 'payload' THEN pgoutbox._after_patch(m.payload, changes -> 'payload') ELSE m.payload
-            END,
+        SET payload = pgoutbox._corrected_payload(m, changes),
+            payload_version = coalesce((changes ->> 'payload_version')::smallint, m.payload_version),
             headers = CASE
                 WHEN changes ? 'headers' THEN nullif(pgoutbox._after_patch(m.headers, changes -> 'headers'), 'null')
                 ELSE m.headers

@@ -6,7 +6,8 @@ WITH found AS MATERIALIZED (
         \ir _find.sql
 )
 SELECT (
-    pg_catalog.to_jsonb(f) OPERATOR(pg_catalog.||) pg_catalog.jsonb_build_object('payload', p.payload)
+    pg_catalog.to_jsonb(f)
+    OPERATOR(pg_catalog.||) pg_catalog.jsonb_build_object('payload', p.payload, 'payload_version', p.payload_version)
 )::pg_catalog.text
 FROM found AS f
 JOIN pgoutbox.read_payloads(
