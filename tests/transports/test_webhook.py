@@ -863,15 +863,24 @@ async def test_a_webhook_that_certainly_did_not_arrive_is_retried(dsn: str, db: 
 
 
 @pytest.mark.parametrize(
-    ("reply", "is_outage"),
-    [(answer(503), True), (answer(500), True), (DROP, True), (answer(429), False), (answer(408), False)],
-    ids=["503", "500", "dropped", "429", "408"],
+    ("reply", "is_outage", "scope"),
+    [
+        *((answer(status), True, "host") for status in (502, 503, 504)),
+        (DROP, True, "host"),
+        *((answer(status), True, "url") for status in (403, 500, 501, 599)),
+        *((answer(status), False, "url") for status in (408, 425, 429)),
+    ],
+    ids=["502", "503", "504", "dropped", "403", "500", "501", "599", "408", "425", "429"],
 )
-async def test_failures_of_the_host_are_outages(open_transport: Open, reply: object, is_outage: bool) -> None:
+async def test_outages_count_for_the_host_or_for_the_url(
+    open_transport: Open, reply: object, is_outage: bool, scope: str
+) -> None:
     async with webhook_server(reply) as server:  # type: ignore[arg-type] # one of the kinds above
-        outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
+        transport, message = open_transport(server.port), outgoing(destination=server.url(scheme="http"))
+        outcome = await transport.send(message, HOOK)
     assert isinstance(outcome, SendFailure)
-    assert outcome.outage is is_outage
+    url_key, *_ = transport.part_keys(message, HOOK)
+    assert (outcome.outage, outcome.breaker) == (is_outage, url_key if scope == "url" else None)
 
 
 async def test_a_dead_host_opens_its_breaker_and_messages_keep_their_attempts(dsn: str, db: psycopg.Connection) -> None:
@@ -946,7 +955,7 @@ async def test_refused_credentials_hold_the_messages_of_their_url(dsn: str, db: 
             # Each URL has a breaker of its own, which is written beside the outcomes of the messages.
             await until(lambda: len(db.execute(query).fetchall()) == 2)
             breakers: dict[str, str] = dict(db.execute(query).fetchall())
-            assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} access"}
+            assert {key.rpartition(" ")[0] for key in breakers} == {f"http:{HOST}:{server.port} url"}
             assert set(breakers.values()) == {"401 Unauthorized"}
             server.answers = [answer(200)]
             await until(lambda: states() == {("sent", True)})
@@ -976,14 +985,38 @@ async def test_a_forbidden_url_holds_its_messages(dsn: str, db: psycopg.Connecti
         async with running(Worker(outbox)):
             await until(lambda: db.execute(key).fetchall())
             ((breaker, error),) = db.execute(key).fetchall()
-            assert (breaker.rpartition(" ")[0], error) == (f"http:{HOST}:{server.port} access", "403 Forbidden")
+            assert (breaker.rpartition(" ")[0], error) == (f"http:{HOST}:{server.port} url", "403 Forbidden")
             server.answers = [answer(200)]
             await until(lambda: not db.execute(key).fetchall())
             db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE state = 'pending'")
             await until(lambda: {row_of(db, one).state for one in ids} == {"sent"})
     outcomes = [outcome for one in ids for _, outcome, _ in attempts_of(db, one)]
-    # The failure that opens the breaker uses up no attempt.
-    assert (outcomes.count("retry"), set(outcomes)) == (4, {"retry", "snoozed"})
+    # The failure that opens the breaker uses up no attempt. A message that waits for the only slot for a second is
+    # released.
+    assert (outcomes.count("retry"), set(outcomes) - {"released"}) == (4, {"retry", "snoozed"})
+
+
+@pytest.mark.slow
+async def test_a_url_that_answers_500_does_not_hold_others_at_its_host(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server(answer(500)) as server:
+        outbox = Outbox(settings_for(server.port, dsn=dsn, concurrency=1, breaker_cooldown_seconds=600))
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            return Webhook(body=1)
+
+        dead = [enqueue(db, destination=server.url("/dead", scheme="http"), max_attempts=2) for _ in range(30)]
+        await Worker(outbox).run_once()
+        assert len(server.received) == 5
+        left = [row.max_attempts - row.attempt_count for row in rows_of(db, *dead)]
+        assert sorted(left) == [1] * 4 + [2] * 26
+        ((key,),) = db.execute("SELECT key FROM pgoutbox.breaker").fetchall()
+        assert key.startswith(f"http:{HOST}:{server.port} url ")
+        server.answers = [answer(200)]
+        others = [enqueue(db, destination=server.url(f"/{n}", scheme="http")) for n in range(3)]
+        await Worker(outbox).run_once()
+    assert {row.state for row in rows_of(db, *others)} == {"sent"}
+    assert {row.state for row in rows_of(db, *dead)} == {"pending"}
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ _STATUS_TEXTS = {status.value: f"{status.value} {status.phrase}" for status in H
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
+_HOST_STATUSES = frozenset({502, 503, 504})
 
 
 class WebhookTransport:
@@ -86,8 +87,9 @@ class WebhookTransport:
 
         `Sent` means that the receiver answered 2xx. `Permanent` names the wrong field, or the answer that no repetition
         changes. Refused credentials (401) are `Unavailable`, for this URL alone. Other failures are `Transient`; those
-        with the status 403 count for this URL alone. If the connection breaks after the request was sent, the outcome
-        is unknown: the next attempt may be a duplicate, with the same `webhook-id`.
+        with the status 403 or 5xx count for this URL alone, except 502, 503 and 504, which count for the host. If the
+        connection breaks after the request was sent, the outcome is unknown: the next attempt may be a duplicate, with
+        the same `webhook-id`.
         """
         if not isinstance(content, Webhook):
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
@@ -106,11 +108,11 @@ class WebhookTransport:
         return breaker_key_of(_url(message, content))
 
     def part_keys(self, message: Message[object], content: Content) -> Sequence[str]:
-        """Return the keys of the secret of the settings, if it signs the request, and of the access to this URL."""
+        """Return the keys of this URL and, if it signs the request, of the secret of the settings."""
         if not isinstance(content, Webhook):
             return ()
         secret = secret_key(content)
-        return (_access_key(_url(message, content)), *(() if secret is None else (secret,)))
+        return (_url_key(_url(message, content)), *(() if secret is None else (secret,)))
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -249,11 +251,13 @@ class WebhookTransport:
         if excerpt := self._excerpt(answer, request):
             error = f"{error}: {excerpt}"
         if status == _UNAUTHORIZED:
-            return Unavailable(error, breaker=_access_key(url))
-        if status == _FORBIDDEN:  # Either no request to this URL is allowed, or the receiver refuses this content.
-            return SendFailure(error, retry_after=self._retry_after(answer), outage=True, breaker=_access_key(url))
-        if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
-            return SendFailure(error, retry_after=self._retry_after(answer), outage=status >= 500)
+            return Unavailable(error, breaker=_url_key(url))
+        is_fault = 500 <= status <= 599
+        if status == _FORBIDDEN or is_fault or status in _TRANSIENT_STATUSES:
+            # A gateway speaks for its host. Other receivers at the host may accept what this URL refuses.
+            breaker = None if status in _HOST_STATUSES else _url_key(url)
+            is_outage = status == _FORBIDDEN or is_fault
+            return SendFailure(error, retry_after=self._retry_after(answer), outage=is_outage, breaker=breaker)
         return Permanent(error)
 
     def _retry_after(self, answer: Answer) -> float | None:
@@ -289,9 +293,9 @@ def _url(message: Message[object], content: Content | None) -> str:
 
 
 @lru_cache(1_024)
-def _access_key(url: str) -> str:
+def _url_key(url: str) -> str:
     # Receivers may share a host, and a URL may contain a token: its digest tells them apart.
-    return f"{breaker_key_of(url)} access {blake2b(url.encode(), digest_size=4).hexdigest()}"
+    return f"{breaker_key_of(url)} url {blake2b(url.encode(), digest_size=4).hexdigest()}"
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
