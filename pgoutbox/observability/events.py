@@ -150,7 +150,8 @@ class LogEvent(enum.StrEnum):
     BREAKER_STILL_OPEN = "breaker_still_open"
     """A breaker is open when a worker starts, or for a minute and again each hour: its messages wait for a repair."""
     MESSAGES_UNCLAIMED = "messages_unclaimed"
-    """Late messages that no running worker claims: none serves the queue, or none has a handler for the topics."""
+    """Late messages that no running worker claims: none serves the queue, or none has a handler for the topics. After a
+    run of `worker --once` or `--drain`: due messages in `queues` that nothing serves."""
     PRESENCE_UNKNOWN = "presence_unknown"
     """The worker could not report its queues and topics, look for unclaimed messages, or report its end."""
     MAINTENANCE_DONE = "maintenance_done"

@@ -19,6 +19,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psycopg
 
@@ -64,6 +65,8 @@ _OUTCOMES = (
 )
 _FINAL_WRITE_SECONDS = 5.0
 _REPORT_PAUSE_SECONDS = 0.2  # A migration has locked the reports of workers, and may refuse this package.
+_MAX_OTHER_QUEUES = 1_000
+_MAX_LEFT_DUE = 1_000
 _POLL_SECONDS = 1.0  # For the retries of other workers during a drain.
 # Threads beside those of the attempts, for the event loop's look-ups of names.
 _LOOK_UP_THREADS = 4
@@ -104,6 +107,15 @@ class Setup:
     own_topics: Set[str]
     stopping: asyncio.Event
     shared: Shared | None = None
+
+
+class _LeftQueue(NamedTuple):
+    """A queue that a run does not serve and that has due messages, in the order of `sql.COUNT_DUE_ELSEWHERE`."""
+
+    name: str
+    messages: int
+    is_capped: bool
+    is_served: bool
 
 
 class WorkerRun:
@@ -471,12 +483,23 @@ class WorkerRun:
 
     async def _report_run(self, before: Mapping[LogEvent, int]) -> None:
         counts = {event.value: self._telemetry.counts[event] - before.get(event, 0) for event in _OUTCOMES}
-        state, left, paused = self.state, Counter[str](), Counter[str]()
+        state, paused = self.state, Counter[str]()
         claims, served = state.store.claims, {"queues": state.queues.names, "topics": state.topics}
+        elsewhere = {"served": state.queues.names, "prefix": "", "queues": _MAX_OTHER_QUEUES, "cap": _MAX_LEFT_DUE}
+        left: list[_LeftQueue] = []
         with contextlib.suppress(psycopg.Error, OSError):  # The run itself has ended well.
-            if unserved := sorted(set(self._setup.unserved.values())):
-                left.update(dict(await claims.fetch(sql.COUNT_DUE_BY_QUEUE, {"queues": unserved})))
+            left = list(map(_LeftQueue._make, await claims.fetch(sql.COUNT_DUE_ELSEWHERE, elsewhere)))
             paused.update(dict(await claims.fetch(sql.COUNT_DUE_BY_PAUSED_TOPIC, served)))
+        # Another line of the crontab may serve the rest.
+        if unserved := [queue for queue in left if not queue.is_served]:
+            count = sum(queue.messages for queue in unserved)
+            self._telemetry.report(
+                logging.WARNING,
+                LogEvent.MESSAGES_UNCLAIMED,
+                "due messages wait in queues that no worker serves: name the queues with --queue",
+                queues=[queue.name for queue in unserved],
+                message_count=f"at least {count}" if any(queue.is_capped for queue in unserved) else count,
+            )
         text = "run done"
         if left:
             text += "; messages are left due in queues that it does not serve: name them with --queue"
@@ -488,8 +511,8 @@ class WorkerRun:
             text,
             worker=state.store.worker,
             **counts,
-            left_due=left.total() + paused.total(),
-            left_queues=list(left),
+            left_due=sum(queue.messages for queue in left) + paused.total(),
+            left_queues=[queue.name for queue in left],
             left_topics=list(paused),
         )
 

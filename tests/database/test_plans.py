@@ -418,6 +418,8 @@ GAUGE_PARAMETERS: Mapping[str, object] = {
     "prefix": "",
     "queues": 100_000,
     "rows": 100_000,
+    "served": ["hooks"],
+    "cap": 1_000,
 }
 
 
@@ -462,6 +464,16 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
             },
             1_000,
             id="oldest undelivered",
+        ),
+        pytest.param(
+            sql.COUNT_DUE_ELSEWHERE,
+            {
+                "message_live_lane",
+                "message_live_ordered",
+                "message_live_ordered_due",
+            },
+            1_000,
+            id="due elsewhere",
         ),
         pytest.param(sql.OLDEST_ATTEMPTS, {"message_live_pkey"}, IN_FLIGHT_COUNT, id="oldest attempts"),
         pytest.param(sql.COUNT_LATELY_FAILED, {"message_failed_finished_at"}, 60, id="lately failed"),

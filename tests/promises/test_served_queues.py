@@ -154,6 +154,39 @@ def test_a_run_counts_the_due_messages_that_it_left(
     assert (record["sent"], record["left_due"], record["left_queues"]) == (3, 0, [])
 
 
+@pytest.mark.parametrize("queues", [[], ["--queue", "*"], ["--queue", "critical"]], ids=["default", "all", "named"])
+def test_a_run_warns_of_due_messages_that_no_worker_serves(
+    db: psycopg.Connection, command: Callable[..., Done], queues: list[str]
+) -> None:
+    """The queue is that of the enqueue, and of no topic: `*` does not stand for it."""
+    enqueue(db, "mail.note", "bulk", 3)
+    enqueue(db, "mail.note", "later", 2)
+    db.execute("SELECT pgoutbox.enqueue('mail.note', '{}', queue => 'other', ordering_key => 'k')")
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = 1")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE queue = 'later'")
+    done = command("worker", "--once", *queues)  # As cron does: without a terminal.
+    (line,) = done.err.splitlines()
+    warning = json.loads(line)
+    assert (done.exit_code, done.out, warning["level"]) == (0, "", "WARNING")
+    assert (warning["queues"], warning["message_count"]) == (["bulk", "other"], 4)
+    assert "--queue" in warning["message"]
+    record = run_done(command("worker", "--once", *queues, PGOUTBOX_LOG_LEVEL="INFO"))
+    assert (record["left_due"], record["left_queues"]) == (4, ["bulk", "other"])
+    for queue in ("bulk", "other"):  # Other lines of the crontab.
+        command("worker", "--once", "--queue", queue, "--max-messages", "1")
+    assert command("worker", "--once", *queues).err == ""
+    record = run_done(command("worker", "--once", *queues, PGOUTBOX_LOG_LEVEL="INFO"))
+    assert (record["left_due"], record["left_queues"]) == (2, ["bulk"])
+    db.execute("UPDATE pgoutbox.worker SET ended_at = now() - interval '26 hours'")
+    assert json.loads(command("worker", "--once", *queues).err)["queues"] == ["bulk"]
+
+
+def test_a_run_counts_at_least_a_thousand_due_messages(db: psycopg.Connection, command: Callable[..., Done]) -> None:
+    enqueue(db, "mail.note", "bulk", 1001)
+    warning = json.loads(command("worker", "--once").err)
+    assert (warning["queues"], warning["message_count"]) == (["bulk"], "at least 1000")
+
+
 @pytest.mark.parametrize("mode", ["--once", "--drain"])
 def test_a_run_does_not_wait_for_paused_topics_and_names_them(
     db: psycopg.Connection, command: Callable[..., Done], mode: str
