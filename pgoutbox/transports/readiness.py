@@ -40,15 +40,23 @@ class Lack(NamedTuple):
     topics: tuple[str, ...] = ()
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether messages may not need it: a handler may give each of its webhooks secrets, or send it unsigned."""
+        return self.variable == _WEBHOOK_SECRETS
+
+    @property
     def text(self) -> str:
         """What becomes of the messages."""
         if self.reason == _PLACEHOLDER:
             return "a setting is still a placeholder, so messages reach nobody or are refused"
         if self.variable == "PGOUTBOX_MAIL_TRANSPORT":
             return "e-mails are only logged, and reach nobody"
+        if self.is_doubtful:
+            return "webhooks that name no secrets of their own wait for a setting"
         return "messages wait for a setting"
 
 
+_WEBHOOK_SECRETS: Final = "PGOUTBOX_WEBHOOK_SECRETS"
 _NOT_SET: Final = "is not set"
 _PLACEHOLDER: Final = "is a placeholder"
 
@@ -85,7 +93,7 @@ def lacks_of(
         if settings.smtp.sender is None or is_placeholder(settings.smtp.sender):
             yield Lack("PGOUTBOX_SMTP_SENDER", _NOT_SET if settings.smtp.sender is None else _PLACEHOLDER)
     if settings.webhook.secrets is None and (topics := _topics_with(contents, "https")):
-        yield Lack("PGOUTBOX_WEBHOOK_SECRETS", _NOT_SET, topics)
+        yield Lack(_WEBHOOK_SECRETS, _NOT_SET, topics)
     if settings.event_source is None and (topics := _topics_with(contents, "")):
         yield Lack("PGOUTBOX_EVENT_SOURCE", _NOT_SET, topics)
     if any(map(is_placeholder, settings.alert_destinations)):

@@ -453,7 +453,7 @@ class WorkerRun:
         functions = {topic: handler.function for topic, handler in setup.handlers.items()}
         for lack in lacks_of(self._settings, setup.transports, functions, setup.fixed_destinations):
             self._telemetry.report(
-                logging.WARNING,
+                logging.INFO if lack.is_doubtful else logging.WARNING,
                 LogEvent.TRANSPORT_NOT_READY,
                 lack.text,
                 setting=lack.variable,

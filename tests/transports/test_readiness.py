@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import CloudEvent, Context, Email, Message, Notification, Skip, Webhook
+from pgoutbox import CloudEvent, Context, Email, Message, Notification, Outbox, Skip, Webhook
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.readiness import Lack, is_placeholder, is_reserved, lacks_of
+from pgoutbox.worker import Worker
+from tests.support.outbox_actions import reports, settings_for
 from tests.support.settings import settings_with
 
 if TYPE_CHECKING:
@@ -94,6 +97,10 @@ async def call(message: Message, ctx: Context) -> Webhook:
     return Webhook(body=1)
 
 
+async def call_signed(message: Message, ctx: Context) -> Webhook:
+    return Webhook(body=1, secrets=[f"whsec_{'A' * 32}"])
+
+
 async def tell(message: Message, ctx: Context) -> Notification:
     return Notification("Hello", "Hi")
 
@@ -112,6 +119,18 @@ def test_other_contents_need_their_transports_and_settings() -> None:
     ]
     given = {"webhook_secrets": f"whsec_{'A' * 32}", "event_source": "https://club.org"}
     assert lacks(given, functions, ["https", "apprise"]) == []
+
+
+async def test_webhooks_with_secrets_of_their_own_are_not_said_to_wait(dsn: str) -> None:
+    """Cron would mail a warning after each run."""
+    (lack,) = lacks({}, {"a.call": call_signed}, ["https"])
+    assert "that name no secrets of their own" in lack.text
+    outbox = Outbox(settings_for(dsn))
+    outbox.handler("a.call")(call_signed)
+    with reports() as heard:
+        await Worker(outbox).run_once()
+    (record,) = (r for r in heard.records if getattr(r, "event", "") == LogEvent.TRANSPORT_NOT_READY)
+    assert (record.levelname, record.getMessage().partition(" event=")[0]) == ("INFO", lack.text)
 
 
 def test_plain_http_needs_the_setting_only_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
