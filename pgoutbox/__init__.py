@@ -41,6 +41,7 @@ from pgoutbox.message import (
 )
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
+from pgoutbox.schedules import Every
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.topics import NewMessage, Recipient, Topic
 from pgoutbox.transports.apprise import Notification
@@ -86,6 +87,7 @@ __all__ = [
     "Email",
     "Enqueued",
     "EnqueuedMany",
+    "Every",
     "Failure",
     "LeaseLostError",
     "Message",

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from pgoutbox.clock import seconds_of
+from pgoutbox.clock import Duration, seconds_of
 from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
 from pgoutbox.enqueue.payloads import Serializer
 from pgoutbox.enqueue.producer import AsyncProducer, Producer, producer_on
 from pgoutbox.enqueue.routes import Router
 from pgoutbox.enqueue.validation import Draft, prepare
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.handlers import Context, Handler, HandlerOptions, Middleware, SyncContext
 from pgoutbox.message import Failure, Message, Outcome, P
 from pgoutbox.options import MessageOptions
 from pgoutbox.retry import RetryPolicy
+from pgoutbox.schedules import Every, Missed, Schedule, rule_of
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.signatures import is_async
 from pgoutbox.text import MAX_NAME_LENGTH
@@ -84,6 +85,7 @@ class Outbox:
         self._handlers: dict[str, Handler] = {}
         self._router = Router(self._topics, self._handlers, self, strict=strict)
         self._hooks: dict[str, str] = {}
+        self._schedules: dict[str, Schedule] = {}
         self._middlewares: list[Middleware] = []
         self._transports: dict[str, Transport] = {}
         for index, transport in enumerate(transports):
@@ -128,6 +130,11 @@ class Outbox:
     def hooks(self) -> Mapping[str, str]:
         """The topics with a hook for failed messages, each with the topic of the hook: see `on_failed`."""
         return MappingProxyType(self._hooks)
+
+    @property
+    def schedules(self) -> Mapping[str, Schedule]:
+        """The registered schedules by name."""
+        return MappingProxyType(self._schedules)
 
     @property
     def default_queues(self) -> Sequence[str]:
@@ -254,6 +261,52 @@ class Outbox:
             return function
 
         return register
+
+    def schedule(
+        self,
+        rule: str | Every,
+        *,
+        topic: str | Topic[P],
+        payload: P,
+        name: str | None = None,
+        timezone: str = "UTC",
+        missed: Missed = "latest",
+        jitter: Duration = 0,
+        until: datetime | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Callable[[F], F]:
+        """Enqueue a message of the topic again and again: at the times of a cron rule in the time zone, or of `Every`.
+
+        Workers with this outbox enqueue it, each time once, however many there are. They need the extra `schedules`. A
+        message has the headers `schedule` and `scheduled-for`, and a dedupe key of its time. `missed` says what becomes
+        of times that passed while no worker ran: the latest one is enqueued, or all (the last 100), or none. `jitter`
+        delays the messages by a part that depends on the name, so that not all schedules begin at once. `until` is the
+        last time. The name is that of the topic if none is given. A schedule that leaves the code rests.
+
+        It can stand above the handler. Raises `ConfigurationError` for a mistake, and for an encrypted topic.
+
+            @outbox.schedule("0 7 * * mon-fri", topic="digest", payload={}, timezone="Europe/Berlin")
+            @outbox.handler("digest")
+            async def digest(message: Message, ctx: Context) -> Email: ...
+        """
+        _require_topic("schedule", topic)
+        named = name if name is not None else topic.name if isinstance(topic, Topic) else topic
+        if named in self._schedules:
+            raise ConfigurationError(f"schedule {named!r} is already defined; give the second one a name of its own")
+        try:
+            self._schedules[named] = Schedule(
+                name=named,
+                rule=rule_of(rule, timezone),
+                topic=topic,
+                payload=payload,
+                missed=missed,
+                jitter=jitter,
+                until=until,
+                options=options,
+            )
+        except ArgumentError as error:
+            raise ConfigurationError(f"schedule {named!r}: {error}") from None
+        return lambda function: function
 
     def _topic_of_hook(self, failing: Topic[Any]) -> Topic[Failure]:
         """Return the topic of the messages for a new hook. Their payload contains that of the failed message."""

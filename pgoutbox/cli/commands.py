@@ -11,6 +11,7 @@ from pgoutbox.cli import (  # noqa: F401 - each registers its commands
     deletion,
     doctor,
     messages,
+    schedules,
     schema,
     watch,
     worker,

@@ -495,6 +495,23 @@ def _repair(breaker: str) -> str:
     )
 
 
+def check_schedules(context: DoctorContext) -> Iterator[Finding]:
+    """Find schedules that enqueue nothing: their rule is wrong, no worker serves them, or no time is left."""
+    for row in context.ask(sql.IDLE_SCHEDULES):
+        name = row["name"]
+        if row["problem"] is not None:
+            what, remedy = f"schedule {name}: {one_line(row['problem'])}", "correct its rule or its time zone"
+        elif row["ended_at"] is not None:
+            what, remedy = f"schedule {name}: no time is left", "remove it, or change its rule or its end"
+        else:
+            what = f"schedule {name}: no worker has served it for {duration(row['late_seconds'])}"
+            remedy = (
+                "install 'pgoutbox[schedules]' for a worker; one with this schedule in its code, if it is from code"
+            )
+        yield warning("schedule-idle", what, "its messages are not enqueued", remedy, schedule=name)
+    yield ok("schedules-served", "all schedules are served")
+
+
 def check_redirect(context: DoctorContext) -> Iterator[Finding]:
     """Find redirects that are on, and blackouts that forbid them."""
     rows = context.ask(sql.READ_REDIRECTS)

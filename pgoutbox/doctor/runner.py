@@ -49,6 +49,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "due": delivery.check_due,
     "undelivered": delivery.check_undelivered,
     "breakers": delivery.check_breakers,
+    "schedules": delivery.check_schedules,
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
     "destinations": delivery.check_destinations,

@@ -72,6 +72,7 @@ from pgoutbox.operations.records import (
     RetentionRule,
     ShownAttempt,
     ShownMessage,
+    StoredSchedule,
     SwitchedRedirect,
     TopicCounts,
     WorkerRedirect,
@@ -583,6 +584,25 @@ class Operator:
         """Allow claims of a topic again and wake the workers. Return False if the topic was not paused."""
         ((was_paused,),) = self._act(sql.RESUME_TOPIC, {"topic": topic})
         return bool(was_paused)
+
+    def list_schedules(self) -> list[StoredSchedule]:
+        """Return all schedules, the next one first."""
+        return [StoredSchedule._make(row) for row in self._fetch(sql.LIST_SCHEDULES)]
+
+    def pause_schedule(self, name: str) -> bool:
+        """Let the times of a schedule pass until `resume_schedule`. Return False if it is missing or paused."""
+        ((was_running,),) = self._act(sql.PAUSE_SCHEDULE, {"name": name})
+        return bool(was_running)
+
+    def resume_schedule(self, name: str) -> bool:
+        """Go on with a schedule, at its next time from now on. Return False if it is missing or not paused."""
+        ((was_paused,),) = self._act(sql.RESUME_SCHEDULE, {"name": name})
+        return bool(was_paused)
+
+    def run_schedule(self, name: str) -> int | None:
+        """Enqueue the message of a schedule now, beside its times. Return its id; None if there is no schedule."""
+        ((message_id,),) = self._act(sql.RUN_SCHEDULE, {"name": name})
+        return None if message_id is None else int(message_id)
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.

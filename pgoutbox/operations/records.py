@@ -19,6 +19,7 @@ from pgoutbox.encryption import SEALED, is_sealed
 from pgoutbox.message import PARTITIONS, State
 from pgoutbox.operations.acts import ACTS, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
+from pgoutbox.schedules import next_times
 from pgoutbox.text import pluralize
 from pgoutbox.transports.redirect import redirected_mail
 
@@ -131,6 +132,42 @@ class PausedTopic(NamedTuple):
     topic: str
     paused_at: datetime
     resume_at: datetime | None
+
+
+class StoredSchedule(NamedTuple):
+    """A schedule. `asked_at` is the time of the database, from which the next times count."""
+
+    name: str
+    topic: str
+    queue: str
+    rule: str
+    timezone: str
+    missed: str
+    is_declared: bool
+    next_at: datetime | None
+    last_at: datetime | None
+    last_message_id: int | None
+    until_at: datetime | None
+    paused_at: datetime | None
+    ended_at: datetime | None
+    problem: str | None
+    asked_at: datetime
+
+    @property
+    def next_time(self) -> datetime | str:
+        """The next time, or why there is none."""
+        if self.problem is not None:
+            return self.problem
+        if self.paused_at is not None:
+            return "paused"
+        return self.next_at or ("ended" if self.ended_at is not None else "not computed yet")
+
+    def next_times(self, most: int = 5) -> list[datetime]:
+        """Return the next times. None of a schedule that is paused, has ended or has a problem."""
+        if self.problem is not None or self.paused_at is not None or self.ended_at is not None:
+            return []
+        times = next_times(self.rule, self.timezone, self.asked_at, most)
+        return [time for time in times if self.until_at is None or time <= self.until_at]
 
 
 class ClosedBreaker(NamedTuple):

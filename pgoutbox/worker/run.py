@@ -50,6 +50,7 @@ from pgoutbox.worker.payloads import LargeTexts, SampledPayload, find_unreadable
 from pgoutbox.worker.pool import AttemptPool
 from pgoutbox.worker.queues import QueueShare, Turns
 from pgoutbox.worker.run_state import RunState
+from pgoutbox.worker.schedules.ticker import Declared, Ticker
 from pgoutbox.worker.slots import Slots
 from pgoutbox.worker.threads import AttemptThreads, own_default_threads
 from pgoutbox.worker.transactional.django_orm import DjangoConnections
@@ -96,6 +97,7 @@ class Setup:
     telemetry: Telemetry
     handlers: Mapping[str, Handler]
     hooks: Mapping[str, int]
+    schedules: Sequence[Declared]
     middlewares: Sequence[Middleware]
     transports: Mapping[str, Transport]
     fixed_destinations: Mapping[str, str]
@@ -195,6 +197,7 @@ class WorkerRun:
             handle_error=self._handle_error,
             bell=self.doorbell,
         )
+        self._ticker = Ticker(state.store, self._telemetry, setup.schedules, wake=self.kernel.want)
 
     async def _handle_error(self, error: BaseException) -> None:
         """Pause after an error that may pass. Any other ends the worker; the ends of its attempts are still written."""
@@ -280,10 +283,12 @@ class WorkerRun:
                             await self.state.stopping.wait()
                 if self._ends_by_itself:
                     await self.breakers.inherit()
+                    await self._ticker.tick()
                 works = {"presence": self._presence.keep_reporting()}
                 if not self._ends_by_itself:
                     works["maintenance"] = self._maintenance.keep_taking_turns()
                     works["failure-alerts"] = self.failure_alerts.keep_looking()
+                    works["schedules"] = self._ticker.keep_ticking()
                 background += [asyncio.create_task(work, name=f"pgoutbox-{name}") for name, work in works.items()]
                 yield
                 if self._ends_by_itself:

@@ -22,6 +22,7 @@ from pgoutbox.transports.registry import complete
 from pgoutbox.worker.alert import handlers_of
 from pgoutbox.worker.queues import name_all, parse_queues
 from pgoutbox.worker.run import Setup, WorkerRun
+from pgoutbox.worker.schedules.ticker import declared_by
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -73,6 +74,7 @@ class Worker:
             settings=settings,
             telemetry=self.telemetry,
             handlers=handlers,
+            schedules=declared_by(outbox),
             hooks={topic: handlers[hook].retry.max_attempts for topic, hook in outbox.hooks.items()},
             middlewares=outbox.middlewares,
             keyring=keyring_of(settings.encryption_keys),

@@ -58,7 +58,7 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
-    "queue_view", "redirect_view", "retention_view", "topic_pause_view", "waiting_view",
+    "queue_view", "redirect_view", "retention_view", "schedule_view", "topic_pause_view", "waiting_view",
     "worker_event_view", "worker_view",
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ LIMITED: Final = (
 READ_BY_WORKERS: Final = (
     "blackout_view breaker_view cancel_request content home_view in_flight_view key_head maintenance_run message "
     "message_id_seq message_live message_view pulse_view queue queue_view redirect_view retention retention_view "
-    "revision topic_pause topic_pause_view worker_event_view worker_view"
+    "revision schedule schedule_view topic_pause topic_pause_view worker_event_view worker_view"
 )
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {"revision": "SELECT"},
@@ -91,6 +91,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message_failed SELECT": "halts_key id ordering_key queue",
         "message_live UPDATE": "lane",
         "queue UPDATE": "begun_count tokens tokens_at",
+        "schedule UPDATE": "problem",
         "maintenance_run INSERT": "began_at due_at worker",
         "maintenance_run UPDATE": "began_at due_at succeeded_at worker",
     },
@@ -103,7 +104,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 
 ENQUEUE_FUNCTIONS: Final = (
     "cancel cancel_all cancel_by_key edit enqueue enqueue_fanout enqueue_many _enqueue_receipt find "
-    "lock_for_enqueue reschedule _state_of"
+    "lock_for_enqueue reschedule set_schedule _state_of unset_schedule"
 )
 PRUNE_BY_RULES: Final = "_prune_audit _prune_by_rule _prune_content _prune_dedupe_by_rule _prune_keys"
 MAINTENANCE_FUNCTIONS: Final = "_drop_partition _kept_until make_partition"
@@ -117,12 +118,13 @@ FUNCTION_RIGHTS: Final[dict[str, str]] = {
     WORKER: f"{ENQUEUE_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent "
     "_handled_as _here _hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads "
-    "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tokens_of "
-    "_with_attempt",
+    "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tick_schedule "
+    "_tokens_of _with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
-    "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_topic prune _prune_dedupe "
-    "redrive release reschedule resend resume_topic _selected_messages set_redirect set_retention "
+    "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_schedule pause_topic prune "
+    "_prune_dedupe redrive release reschedule resend resume_schedule resume_topic run_schedule _selected_messages "
+    "set_redirect set_retention "
     "snooze _state_of unset_retention",
     VIEWER: LOOK_FUNCTIONS,
 }
@@ -1060,6 +1062,15 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox.clear_redirect()"),
     (OPERATOR, "SELECT FROM pgoutbox.pause_topic('mail', '1 h')"),
     (OPERATOR, "SELECT pgoutbox.resume_topic('news')"),
+    (
+        PRODUCER,
+        """SELECT pgoutbox.set_schedule('s', '0 7 * * *', '{"topic": "mail", "payload": 1}')""",
+    ),
+    (PRODUCER, "SELECT pgoutbox.unset_schedule('s')"),
+    (WORKER, "SELECT pgoutbox._tick_schedule('s', 1, NULL, ARRAY[pg_catalog.now()], pg_catalog.now())"),
+    (OPERATOR, "SELECT pgoutbox.pause_schedule('s')"),
+    (OPERATOR, "SELECT pgoutbox.resume_schedule('paused')"),
+    (OPERATOR, "SELECT pgoutbox.run_schedule('s')"),
     (OPERATOR, "SELECT pgoutbox.set_retention('mail', 'sent', '1 day')"),
     (OPERATOR, "SELECT pgoutbox.unset_retention('*', 'sent')"),
     (OPERATOR, "SELECT FROM pgoutbox.erase(ids => '{1}')"),
@@ -1080,6 +1091,10 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
         f"{LIMITED}; INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')"
     )
     rolled_back.execute("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('news')")
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.schedule (name, rule, message, paused_at) VALUES"
+        """ ('s', 'every 60', '{"topic": "mail", "payload": 1}', NULL), ('paused', 'every 60', '{}', now())"""
+    )
     rolled_back.execute(TRAPS)
     return rolled_back
 

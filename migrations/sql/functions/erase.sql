@@ -1,5 +1,5 @@
 -- Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, attempts,
--- keys and their traces in the audit, and the messages for hooks about their failures. Returns for each message erased,
+-- keys and their traces in the audit, the messages for hooks about their failures, and their schedules. Returns for each message erased,
 -- in_flight (its attempt is asked to stop: call again after it), locked (call again), or missing.
 --
 -- A message of a transaction that has not committed yet is not seen, and not erased.
@@ -9,6 +9,11 @@ LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
+DELETE FROM pgoutbox.schedule AS s
+WHERE num_nonnulls(erase.owner, erase.destination) > 0
+    AND (erase.owner IS NULL OR s.message ->> 'owner' = erase.owner)
+    AND (erase.destination IS NULL OR s.message ->> 'destination' = erase.destination);
+
 SELECT e.id, e.result
 FROM pgoutbox._erase(
     erase.ids || ARRAY(

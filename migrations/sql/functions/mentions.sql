@@ -57,6 +57,8 @@ BEGIN
         SELECT 'worker', NULL, '{redirect_to,failures}', ARRAY[w.redirect_to, w.failures::text] FROM pgoutbox.worker AS w
         UNION ALL
         SELECT 'home', NULL, '{adopted_by}', ARRAY[h.adopted_by] FROM pgoutbox.home AS h
+        UNION ALL
+        SELECT 'schedule', NULL, '{message}', ARRAY[s.message::text] FROM pgoutbox.schedule AS s
     )
     SELECT s.relation, f.field, s.id
     FROM stored AS s(relation, id, fields, texts)

@@ -1,0 +1,1 @@
+"""Schedules: enqueues the messages of schedules at their times."""

@@ -1,0 +1,384 @@
+"""Each time of a schedule enqueues its message once, whatever the number of workers, crashes and clocks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from pgoutbox import ConfigurationError, Context, Every, Message, Outbox, Topic, Worker
+from pgoutbox.operations import Operator
+from tests.support.command_line import run_process
+from tests.support.outbox_actions import rows_of, running, settings_for, state_of
+from tests.support.waiting import until, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.conftest import Connect
+    from tests.promises.conftest import StartWorker
+    from tests.support.many_databases import Databases
+
+APPLICATION: Final = """
+    from pgoutbox import Context, Every, Message, Outbox
+
+    outbox = Outbox()
+
+    for number in range(20):
+        outbox.schedule(Every(seconds=1), topic="tick", payload=number, name=f"tick-{number}", missed="all")
+
+
+    @outbox.handler("tick")
+    async def tick(message: Message, ctx: Context) -> None: ...
+"""
+TICKS: Final = """
+SELECT headers ->> 'schedule', (headers ->> 'scheduled-for')::timestamptz
+FROM pgoutbox.message
+WHERE topic = 'tick'
+ORDER BY 1, 2
+"""
+
+
+def outbox_of(dsn: str, **settings: object) -> Outbox:
+    """Return an outbox with a handler of the topic `tick`."""
+    outbox = Outbox(settings_for(dsn, **settings))
+
+    @outbox.handler("tick")
+    async def tick(message: Message, ctx: Context) -> None: ...
+
+    return outbox
+
+
+def ticks(db: psycopg.Connection) -> Sequence[tuple[str, datetime]]:
+    return db.execute(TICKS.encode()).fetchall()
+
+
+def schedule(db: psycopg.Connection, name: str = "s", rule: str = "every 60", **options: object) -> None:
+    """Create a schedule by SQL."""
+    given = {"name": name, "rule": rule, "message": Jsonb({"topic": "tick", "payload": 1}), **options}
+    names = ", ".join(f"{option} => %({option})s" for option in given)
+    db.execute(f"SELECT pgoutbox.set_schedule({names})".encode(), given)
+
+
+def message(db: psycopg.Connection, columns: str) -> tuple[object, ...]:
+    """Return these columns of the only message."""
+    (row,) = db.execute(f"SELECT {columns} FROM pgoutbox.message".encode()).fetchall()
+    return row
+
+
+def column(db: psycopg.Connection, name: str, of: str = "s") -> object:
+    ((value,),) = db.execute(f"SELECT {name} FROM pgoutbox.schedule WHERE name = %s".encode(), [of]).fetchall()
+    return value
+
+
+def let_pass(db: psycopg.Connection, minutes: float, name: str = "s") -> None:
+    """Make a schedule as if its next time had come so many minutes ago."""
+    late = (
+        "UPDATE pgoutbox.schedule SET next_at = date_trunc('minute', now()) - make_interval(mins => %s) WHERE name = %s"
+    )
+    db.execute(late, [minutes, name])
+
+
+# --- once -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_of_many_workers_with_crashes_and_pauses_each_time_is_enqueued_once(
+    db: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    workers = [start_worker(APPLICATION) for _ in range(5)]
+    for killed in workers[:2]:
+        seen = len(ticks(db))
+        wait_until(lambda seen=seen: len(ticks(db)) >= seen + 40, lambda: workers[-1].log)  # type: ignore[misc]
+        killed.send_signal(signal.SIGKILL)
+    workers[2].send_signal(signal.SIGSTOP)
+    seen = len(ticks(db))
+    wait_until(lambda: len(ticks(db)) >= seen + 60, lambda: workers[-1].log)
+    workers[2].send_signal(signal.SIGCONT)
+    wait_until(lambda: len(ticks(db)) >= seen + 120, lambda: workers[-1].log)
+    for worker in workers[2:]:
+        assert worker.stop() == 0
+    found = ticks(db)
+    assert len({name for name, _ in found}) == 20
+    for number in range(20):
+        times = [at for name, at in found if name == f"tick-{number}"]
+        assert times == [times[0] + timedelta(seconds=after) for after in range(len(times))]
+
+
+async def test_workers_that_read_the_same_time_enqueue_it_once(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db)
+    await Worker(outbox_of(dsn)).run_once()
+    let_pass(db, 5)
+    (known,) = db.execute("SELECT next_at FROM pgoutbox.schedule").fetchone() or (None,)
+    tick = "SELECT pgoutbox._tick_schedule('s', 1, %s, ARRAY[%s]::timestamptz[], now() + interval '1 min')"
+    assert [db.execute(tick, [known, known]).fetchone() != (None,) for _ in range(2)] == [True, False]
+    assert len(ticks(db)) == 1
+
+
+async def test_a_time_that_comes_again_is_not_enqueued_again(dsn: str, db: psycopg.Connection) -> None:
+    """Someone has set the time back by hand, or the server's clock has gone back."""
+    schedule(db, missed="all")
+    for _ in range(3):
+        await Worker(outbox_of(dsn)).run_once()
+        let_pass(db, 3)
+    assert len(ticks(db)) == len(set(ticks(db))) in (4, 5)
+
+
+async def test_a_tick_that_is_rolled_back_is_made_again(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db)
+    await Worker(outbox_of(dsn)).run_once()
+    let_pass(db, 0)
+    db.execute("ALTER TABLE pgoutbox.message_live ADD CONSTRAINT refused CHECK (topic <> 'tick') NOT VALID")
+    before = column(db, "next_at")
+    await Worker(outbox_of(dsn)).run_once()
+    assert (ticks(db), column(db, "next_at")) == ([], before)
+    db.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT refused")
+    await Worker(outbox_of(dsn)).run_once()
+    assert len(ticks(db)) == 1
+
+
+# --- missed times -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("missed", "expected"), [("latest", 1), ("all", 11), ("none", 0)])
+async def test_what_becomes_of_times_while_no_worker_ran(
+    dsn: str, db: psycopg.Connection, missed: str, expected: int
+) -> None:
+    schedule(db, rule="every 60", missed=missed)
+    await Worker(outbox_of(dsn)).run_once()
+    # The last of them is two minutes late, and the next one in an hour.
+    schedule(db, rule="every 3600", missed=missed)
+    await Worker(outbox_of(dsn)).run_once()
+    db.execute("UPDATE pgoutbox.schedule SET next_at = next_at - interval '11 h'")
+    await Worker(outbox_of(dsn)).run_once()
+    late = db.execute("SELECT extract(minute FROM now()) < 1").fetchone() == (True,)
+    assert len(ticks(db)) == (1 if late and missed == "none" else expected)
+    assert column(db, "next_at > now()") is True
+
+
+async def test_a_late_message_says_for_which_time_it_is(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db)
+    await Worker(outbox_of(dsn)).run_once()
+    let_pass(db, 7)
+    await Worker(outbox_of(dsn)).run_once()
+    ((name, at),) = ticks(db)
+    assert (name, at) == ("s", column(db, "last_at"))
+    sent = message(db, "id, dedupe_key")
+    assert sent == (column(db, "last_message_id"), f"schedule s {at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}")
+
+
+async def test_no_message_comes_after_the_last_time(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db, until_at=datetime.now(UTC) + timedelta(seconds=90), missed="all")
+    await Worker(outbox_of(dsn)).run_once()
+    db.execute(
+        "UPDATE pgoutbox.schedule SET next_at = next_at - interval '10 min', until_at = until_at - interval '8 min'"
+    )
+    await Worker(outbox_of(dsn)).run_once()
+    assert db.execute("SELECT bool_and(last_at <= until_at) FROM pgoutbox.schedule").fetchone() == (True,)
+    assert len(ticks(db)) >= 2
+    assert column(db, "ended_at IS NOT NULL AND next_at IS NULL") is True
+
+
+# --- schedules in code ------------------------------------------------------------------------------------------------
+
+
+async def test_a_schedule_in_code_belongs_to_the_workers_that_have_it(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_of(dsn)
+    outbox.schedule(
+        Every(minutes=1), topic="tick", payload={"a": 1}, name="s", owner="o", destination="mailto:a@example.org"
+    )
+    await Worker(outbox).run_once()
+    let_pass(db, 1)
+    late = column(db, "next_at")
+    await Worker(outbox_of(dsn)).run_once()  # Of another application, or of a release without the schedule.
+    assert (ticks(db), column(db, "next_at")) == ([], late)
+    await Worker(outbox).run_once()
+    expected = ({"a": 1}, "o", "mailto:a@example.org", "sent")
+    assert message(db, "payload, owner, destination, state") == expected
+
+
+async def test_a_restart_keeps_the_next_time_and_a_new_rule_begins_anew(dsn: str, db: psycopg.Connection) -> None:
+    def outbox(rule: str | Every, payload: object = 1) -> Outbox:
+        one = outbox_of(dsn)
+        one.schedule(rule, topic="tick", payload=payload, name="s")
+        return one
+
+    await Worker(outbox("0 3 * * *")).run_once()
+    db.execute("UPDATE pgoutbox.schedule SET next_at = next_at + interval '1 day'")
+    far = column(db, "next_at")
+    await Worker(outbox("0 3 * * *")).run_once()
+    assert (column(db, "next_at"), column(db, "revision")) == (far, 1)
+    await Worker(outbox("0 3 * * *", 2)).run_once()
+    assert (column(db, "next_at"), column(db, "revision")) == (far, 2)
+    await Worker(outbox(Every(hours=1))).run_once()
+    assert column(db, "next_at <= now() + interval '1 h'") is True
+
+
+async def test_the_definition_of_the_topic_completes_the_message(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_of(dsn)
+    topic = outbox.define(Topic("note", queue="slow", coalesce_key=lambda payload: f"k{payload['n']}", version=2))
+    outbox.schedule(Every(minutes=1), topic=topic, payload={"n": 7})
+    await Worker(outbox).run_once()
+    let_pass(db, 0, "note")
+    await Worker(outbox).run_once()
+    assert message(db, "topic, queue, coalesce_key, payload_version") == ("note", "slow", "k7", 2)
+
+
+def test_a_topic_whose_messages_cannot_be_scheduled_is_refused(dsn: str) -> None:
+    outbox = outbox_of(dsn)
+    for topic, error in (
+        (Topic("sealed", encrypted=True), "its topic is encrypted"),
+        (Topic("once", dedupe_key=str), "its topic has a dedupe_key"),
+    ):
+        outbox.schedule(Every(hours=1), topic=outbox.define(topic), payload="p")
+        with pytest.raises(ConfigurationError, match=f"^schedule '{topic.name}': {error}"):
+            Worker(outbox)
+        outbox._schedules.clear()
+
+
+# --- schedules in SQL -------------------------------------------------------------------------------------------------
+
+
+async def test_a_running_worker_finds_a_new_schedule_and_is_prompt(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_of(dsn, poll_interval_seconds=3600)
+    async with running(Worker(outbox)):
+        schedule(db, rule="every 1")
+        await until(lambda: len(ticks(db)) >= 3)
+        await until(lambda: all(state_of(db, row.id) == "sent" for row in rows_of(db)[:3]))
+
+
+def test_a_worker_of_many_databases_is_prompt_in_each(databases: Databases, start_worker: StartWorker) -> None:
+    databases.add("one", "two")
+    for name in ("one", "two"):
+        schedule(databases[name], rule="every 1")
+    worker = start_worker(
+        APPLICATION.replace("range(20)", "range(0)"), dsn=None, dsns=str(databases.file), poll_interval_seconds="3600"
+    )
+    sent = "SELECT count(*) >= 3 FROM pgoutbox.message WHERE state = 'sent'"
+    for name in ("one", "two"):
+        wait_until(lambda name=name: databases[name].execute(sent).fetchone() == (True,), lambda: worker.log)  # type: ignore[misc]
+    assert worker.stop() == 0
+
+
+async def test_a_wrong_rule_is_named_and_stops_no_other(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db, "bad", "61 * * * *")
+    schedule(db, "nowhere", "0 7 * * *", timezone="EST5EDT4")
+    schedule(db, "good")
+    outbox = outbox_of(dsn)
+    await Worker(outbox).run_once()
+    for name in ("bad", "nowhere", "good"):
+        let_pass(db, 0, name)
+    await Worker(outbox).run_once()
+    assert [name for name, _ in ticks(db)] == ["good"]
+    assert column(db, "problem", "bad") == "the rule '61 * * * *': Bad minute"
+    assert column(db, "problem", "nowhere") == "the time zone 'EST5EDT4' is unknown"
+    found = [json.loads(line) for line in run_process("doctor", "--json", dsn=dsn).out.splitlines()]
+    notes = {one["about"]["schedule"]: one["what"] for one in found if one["code"] == "schedule-idle"}
+    assert notes.keys() == {"bad", "nowhere"}
+    schedule(db, "bad", "1 * * * *")
+    await Worker(outbox).run_once()
+    assert (column(db, "problem", "bad"), column(db, "next_at > now()", "bad")) == (None, True)
+
+
+def test_the_doctor_names_a_schedule_that_no_worker_serves(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db)
+    db.execute("UPDATE pgoutbox.schedule SET changed_at = now() - interval '3 min'")
+    found = [json.loads(line) for line in run_process("doctor", "--json", dsn=dsn).out.splitlines()]
+    (note,) = [one for one in found if one["code"] == "schedule-idle"]
+    assert note["what"] == "schedule s: no worker has served it for 3 min"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"name": "No"}, "name: must be 1 to 63"),
+        ({"name": None}, "name: must not be null"),
+        ({"rule": "0 7 * *"}, "rule: must be five fields of cron"),
+        ({"rule": "every 0"}, "rule: must be five fields of cron"),
+        ({"timezone": "Nowhere/City"}, 'time zone "Nowhere/City" not recognized'),
+        ({"missed": "some"}, "missed: must be latest, all or none"),
+        ({"jitter": timedelta(days=2)}, "jitter: must be from 0 to a day"),
+        ({"message": Jsonb({"topic": "tick"})}, "message\\[0\\].payload: must be given"),
+        ({"message": Jsonb({"topic": "No", "payload": 1})}, "topic: must be 1 to 63"),
+        ({"message": Jsonb({"topic": "tick", "payload": 1, "dedupe_key": "k"})}, "message: must not have dedupe_key"),
+        ({"message": Jsonb({"topic": "tick", "payload": 1, "color": "red"})}, "unknown option color"),
+    ],
+)
+def test_a_mistake_is_refused_by_name_and_changes_nothing(
+    db: psycopg.Connection, options: dict[str, object], error: str
+) -> None:
+    with pytest.raises(psycopg.Error, match=error):
+        schedule(db, **options)  # type: ignore[arg-type]
+    assert db.execute("SELECT FROM pgoutbox.schedule").fetchall() == []
+
+
+def test_a_schedule_is_part_of_its_transaction(db: psycopg.Connection, connect: Connect) -> None:
+    writer = connect(autocommit=False)
+    schedule(writer)
+    writer.rollback()
+    assert db.execute("SELECT FROM pgoutbox.schedule_view").fetchall() == []
+    schedule(db)
+    assert db.execute("SELECT pgoutbox.unset_schedule('s'), pgoutbox.unset_schedule('s')").fetchone() == (True, False)
+
+
+def test_an_erasure_deletes_the_schedules_of_the_person(db: psycopg.Connection) -> None:
+    person = {
+        "topic": "tick",
+        "payload": {"mail": "ada@example.org"},
+        "owner": "ada",
+        "destination": "mailto:ada@example.org",
+    }
+    for name, message in (
+        ("hers", person),
+        ("his", {**person, "owner": "bob", "destination": "mailto:bob@example.org"}),
+    ):
+        schedule(db, name, message=Jsonb(message))
+    mentions = "SELECT relation, field FROM pgoutbox.mentions(ARRAY['ada@example.org'])"
+    assert set(db.execute(mentions).fetchall()) == {("schedule", "message")}
+    db.execute("SELECT * FROM pgoutbox.erase(owner => 'ada')")
+    assert db.execute("SELECT name FROM pgoutbox.schedule").fetchall() == [("his",)]
+    db.execute("SELECT * FROM pgoutbox.erase(destination => 'mailto:bob@example.org')")
+    assert db.execute("SELECT name FROM pgoutbox.schedule").fetchall() == []
+
+
+# --- acts -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_paused_schedule_lets_its_times_pass(dsn: str, db: psycopg.Connection) -> None:
+    schedule(db, missed="all")
+    await Worker(outbox_of(dsn)).run_once()
+    let_pass(db, 5)
+    operator = Operator(db)
+    assert [operator.pause_schedule("s"), operator.pause_schedule("s")] == [True, False]
+    await Worker(outbox_of(dsn)).run_once()
+    assert [operator.resume_schedule("s"), operator.resume_schedule("s")] == [True, False]
+    await Worker(outbox_of(dsn)).run_once()
+    assert (ticks(db), column(db, "next_at > now()")) == ([], True)
+    acts = db.execute("SELECT action, details FROM pgoutbox.audit ORDER BY id").fetchall()
+    assert acts == [("pause", {"schedule": "s"}), ("resume", {"schedule": "s"})]
+
+
+def test_the_command_line_lists_pauses_and_runs_schedules(dsn: str, db: psycopg.Connection) -> None:
+    assert run_process("schedule", "list", dsn=dsn).out == "no schedules\n"
+    schedule(db, "morning", "0 7 * * mon-fri", timezone="Europe/Berlin")
+    assert run_process("schedule", "pause", "morning", dsn=dsn).out == "schedule morning: paused\n"
+    assert run_process("schedule", "pause", "morning", dsn=dsn).exit_code == 1
+    done = run_process("schedule", "run", "morning", dsn=dsn)
+    assert done.out == "schedule morning: enqueued message 1\n"
+    assert message(db, "topic, dedupe_key") == ("tick", None)
+    assert "paused" in run_process("schedule", "list", dsn=dsn).out
+    assert run_process("schedule", "resume", "morning", dsn=dsn).out == "schedule morning: resumed\n"
+    (one,) = json.loads(run_process("schedule", "list", "--json", dsn=dsn).out)
+    assert (one["name"], one["topic"], one["timezone"], len(one["next_times"])) == (
+        "morning",
+        "tick",
+        "Europe/Berlin",
+        5,
+    )
+    missing = run_process("schedule", "run", "evening", dsn=dsn)
+    assert (missing.exit_code, "schedule evening: is not there" in missing.err) == (1, True)
