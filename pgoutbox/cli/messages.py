@@ -274,6 +274,7 @@ def show(
     if options.as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
+    fields |= {"waits": message.wait, "handled_as": None}
     for name in ("headers", "payload", "content"):
         value, size = fields[name], fields.pop(f"{name}_bytes")
         if isinstance(value, JsonText):

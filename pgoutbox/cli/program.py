@@ -166,7 +166,7 @@ def _waits_of(message: ListedMessage) -> str | None:
     # Most wait for their due time, which has a column of its own.
     is_later = until is not None and until - message.available_at >= timedelta(minutes=1)
     end = f" until {until.isoformat(timespec='seconds')}" if until and is_later else ""
-    return f"waits: {message.waits}{other}{end}"
+    return f"waits: {message.wait}{other}{end}"
 
 
 def print_messages(messages: Sequence[ListedMessage], *, of: Sequence[str] | None = None) -> None:

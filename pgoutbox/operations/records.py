@@ -235,7 +235,8 @@ class ListedMessage(NamedTuple):
     """A message in a list, without its payload.
 
     `waits` is the reason why a pending message is not delivered yet, `waits_for` the message for which it waits, and
-    `waits_until` the end of it, if known.
+    `waits_until` the end of it, if known. `handled_as` is the name that a worker must have for it, such as
+    `mail.welcome@2` for the second version of its payload.
     """
 
     id: int
@@ -256,6 +257,12 @@ class ListedMessage(NamedTuple):
     waits: str | None = None
     waits_for: int | None = None
     waits_until: datetime | None = None
+    handled_as: str | None = None
+
+    @property
+    def wait(self) -> str | None:
+        """`waits`, with the version of the payload if no worker has a handler for it."""
+        return _wait(self)
 
     @property
     def attempts(self) -> str:
@@ -265,7 +272,7 @@ class ListedMessage(NamedTuple):
     @property
     def why_it_waits(self) -> str | None:
         """`waits` in words."""
-        return None if self.waits is None else WAITS[self.waits]
+        return _why_it_waits(self)
 
     def redacted(self, names: Collection[str]) -> ListedMessage:
         """Return the message without values whose name matches `names`."""
@@ -276,6 +283,7 @@ class ListedMessage(NamedTuple):
         )
 
 
+_NO_HANDLER: Final = "no handler"
 # In sentences, the reasons of `pgoutbox.waiting_view`.
 WAITS: Final = {
     "superseded": "a newer message of its coalesce key takes its place",
@@ -292,7 +300,7 @@ WAITS: Final = {
     "rate": "the rate limit of its queue is used up",
     "max_in_flight": "the limit in flight of its queue is reached",
     "no worker": "no running worker serves its queue; pgoutbox workers lists the queues",
-    "no handler": "no running worker of its queue has a handler for its topic; pgoutbox workers lists the topics",
+    _NO_HANDLER: "no running worker of its queue has a handler for its topic; pgoutbox workers lists the topics",
     "next run": "no worker of its queue is running; the next pgoutbox worker --once takes it, as the last one did",
     "due": "it is due, and the next free slot of a worker takes it",
 }
@@ -303,7 +311,8 @@ class ShownMessage(NamedTuple):
 
     The fields are columns of `pgoutbox.message_view`, and others of SHOW_MESSAGE and SHOW_CONTENT. Headers, payload and
     content can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why a pending
-    message is not delivered yet, as in `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
+    message is not delivered yet, and `handled_as` the name that a worker must have for it, as in
+    `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
     """
 
     id: int
@@ -320,6 +329,7 @@ class ShownMessage(NamedTuple):
     waits: str | None
     waits_for: int | None
     waits_until: datetime | None
+    handled_as: str | None
     expires_at: datetime | None
     claimed_at: datetime | None
     lease_expires_at: datetime | None
@@ -350,9 +360,14 @@ class ShownMessage(NamedTuple):
         return _attempts(self)
 
     @property
+    def wait(self) -> str | None:
+        """`waits`, with the version of the payload if no worker has a handler for it."""
+        return _wait(self)
+
+    @property
     def why_it_waits(self) -> str | None:
         """`waits` in words."""
-        return None if self.waits is None else WAITS[self.waits]
+        return _why_it_waits(self)
 
     def redacted(self, names: Collection[str]) -> ShownMessage:
         """Return the message without an encrypted payload, and without values whose name matches `names`."""
@@ -369,6 +384,21 @@ class ShownMessage(NamedTuple):
 def _attempts(message: ListedMessage | ShownMessage) -> str:
     free_count = message.max_attempts - message.attempt_budget  # Of snoozes, releases, and before a redrive.
     return f"{message.attempt_count - free_count}/{message.attempt_budget}"
+
+
+def _wait(message: ListedMessage | ShownMessage) -> str | None:
+    if message.waits != _NO_HANDLER or message.handled_as in (None, message.topic):
+        return message.waits
+    return f"{message.waits} for version {message.handled_as.removeprefix(f'{message.topic}@')}"
+
+
+def _why_it_waits(message: ListedMessage | ShownMessage) -> str | None:
+    if message.waits is None:
+        return None
+    text = WAITS[message.waits]
+    if _wait(message) == message.waits:
+        return text
+    return text.replace("its topic", f"{message.handled_as}, its topic with the version of its payload", 1)
 
 
 class ShownAttempt(NamedTuple):

@@ -223,6 +223,7 @@ class TestShow:
         counts = {"headers_bytes", "payload_bytes", "content_bytes"}
         # In the tables claim, cancel_request and content, and in the view of waiting messages.
         elsewhere = {"lease_expires_at", "cancel_requested_at", "content", "waits", "waits_for", "waits_until"}
+        elsewhere.add("handled_as")
         # They follow from the attempts, the state and the keys, or are returned apart.
         repeated = {"lane", "key_in_flight", "attempts"}
         assert columns == {*ShownMessage._fields, "attempt_budget", *repeated} - counts - elsewhere

@@ -185,8 +185,18 @@ def test_a_version_that_no_worker_knows_waits_and_is_named(
     message_id = enqueue_new(db)
     known_id = enqueue_old(db)
     until_sent(db, [known_id], worker)
-    why = db.execute("SELECT reason FROM pgoutbox.waiting_view WHERE id = %s", [message_id]).fetchone()
-    assert why == ("no handler",)
+    why = db.execute("SELECT reason, handled_as FROM pgoutbox.waiting_view WHERE id = %s", [message_id]).fetchone()
+    assert why == ("no handler", "mail@2")
+    assert "waits: no handler for version 2\n" in run_process("list", dsn=dsn, COLUMNS="300").out
+    shown = run_process("show", str(message_id), dsn=dsn, COLUMNS="300").out
+    assert "waits\tno handler for version 2\n" in shown
+    (listed,) = map(json.loads, run_process("list", "--state", "pending", "--json", dsn=dsn).out.splitlines())
+    assert (listed["waits"], listed["handled_as"]) == ("no handler", "mail@2")
+    (message, _) = Operator(db).show_message(message_id)
+    assert message.why_it_waits == (
+        "no running worker of its queue has a handler for mail@2, its topic with the version of its payload; "
+        "pgoutbox workers lists the topics"
+    )
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour' WHERE id = %s", [message_id])
     examined = run_process("doctor", dsn=dsn, COLUMNS="300")
     assert "no handler for mail@2 in a worker of this queue" in examined.out

@@ -1,6 +1,7 @@
 -- Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker,
 -- unavailable, redirect, unreadable, halted, in order, in flight, rate, max_in_flight, no worker, no handler, next run,
--- or due if it can be claimed.
+-- or due if it can be claimed. handled_as is the name that a worker of its queue must have for it: its topic, with a later
+-- version of its payload, such as mail.welcome@2.
 --
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. Some come from the reason code of the last attempt; the other reasons follow from the rows. A run of `worker
@@ -49,7 +50,8 @@ SELECT
         WHEN 'breaker' THEN greatest(m.available_at, held.probe_at)
         WHEN 'rate' THEN control.next_token_at
         ELSE CASE WHEN m.available_at > now() THEN m.available_at END
-    END AS until
+    END AS until,
+    handled.name AS handled_as
 FROM pgoutbox.message_live AS m
 LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination)
 LEFT JOIN control ON control.name = m.queue
@@ -100,7 +102,11 @@ CROSS JOIN LATERAL (
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND handled.name = ANY (s.topics)) THEN 'no handler'
         WHEN NOT EXISTS (
             SELECT FROM serving AS s WHERE s.queue = m.queue AND handled.name = ANY (s.topics) AND s.is_running
-        ) THEN 'next run'
+        ) THEN CASE
+            -- The next run finds the same, unless something was repaired.
+            WHEN last_attempt.reason_code IN ('unavailable', 'redirect', 'unreadable') THEN last_attempt.reason_code
+            ELSE 'next run'
+        END
         ELSE 'due'
     END AS reason
 ) AS why
