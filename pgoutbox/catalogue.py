@@ -48,11 +48,13 @@ _FORMATS: Final[Mapping[str, str]] = {
 class TopicFacts(NamedTuple):
     """The settings of a topic.
 
-    `options` are the fixed options of its messages, with durations in seconds; `computed` names the computed ones.
-    `handler` is async, sync or None. `max_size` is that of a batch, or of messages that share a transaction.
+    `present_name` is the name under which a topic with this former name is defined. `options` are the fixed options of
+    its messages, with durations in seconds; `computed` names the computed ones. `handler` is async, sync or None.
+    `max_size` is that of a batch, or of messages that share a transaction.
     """
 
     topic: str
+    present_name: str | None
     is_defined: bool
     queue: str
     payload: str | None
@@ -98,6 +100,7 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
     retry = topic.retry or (RetryPolicy() if handler is None else handler.retry)
     return TopicFacts(
         topic=name,
+        present_name=None if topic.name == name else topic.name,
         is_defined=name in outbox.topics,
         queue=topic.queue or "default",
         payload=None if topic.payload is None else topic.payload.__name__,
@@ -115,6 +118,12 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         on_unknown=None if handler is None else handler.on_unknown,
         timeout_seconds=None if handler is None else handler.timeout_seconds,
     )
+
+
+def names_of(outbox: Outbox, topic: str) -> tuple[str, ...]:
+    """Return the present name and the former names of a topic that is given by one of them."""
+    known = outbox.topics.get(topic)
+    return (topic,) if known is None else (known.name, *known.aliases)
 
 
 def _fixed_options(topic: Topic[Any]) -> dict[str, object]:

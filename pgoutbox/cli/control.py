@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Annotated, Literal
 
 import typer
 from psycopg.errors import InsufficientPrivilege
 
-from pgoutbox.cli.arguments import MAX_RATE_COUNT, duration_option, parse_count, parse_queue, parse_rate, parse_topic
+from pgoutbox.catalogue import names_of
+from pgoutbox.cli.arguments import (
+    MAX_RATE_COUNT,
+    duration_option,
+    load_outbox,
+    parse_count,
+    parse_queue,
+    parse_rate,
+    parse_topic,
+)
 from pgoutbox.cli.console import (
     FAILED,
     print_documents,
@@ -20,7 +29,7 @@ from pgoutbox.cli.console import (
     print_table,
     print_warning,
 )
-from pgoutbox.cli.options import Options, Yes, command, open_operator
+from pgoutbox.cli.options import AppOptions, Options, Yes, command, open_operator
 from pgoutbox.cli.program import (
     app,
     confirm_unknown,
@@ -31,7 +40,7 @@ from pgoutbox.cli.program import (
     warn_of_unknown,
 )
 from pgoutbox.database import operator_connection
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, PgOutboxError
 from pgoutbox.operations import Operator, QueueControls, Rate, activity
 from pgoutbox.text import pluralize
 
@@ -53,20 +62,37 @@ def pause(
         timedelta | None, duration_option("--for", "Resume automatically after this time, such as 30m.")
     ] = None,
     yes: Yes = False,
-    options: Options,
+    options: AppOptions,
 ) -> None:
     """Stop the claims of a queue or a topic.
 
     Messages in flight continue, and enqueuing is not affected. On a terminal it asks about a queue without messages,
-    and about an unknown topic.
+    and about an unknown topic. With --app or PGOUTBOX_APP, a warning lists the topic's other names (aliases) that are
+    not paused.
     """
     kind, name = _paused_one(queue, topic)
     with open_operator(options.settings) as operator:
         confirm_unknown(operator, kind, name, "pause", yes=yes)
         act = operator.pause if kind == "queue" else operator.pause_topic
         paused_at, resume_at = act(name, duration=duration)
+        paused = {one.topic for one in operator.list_paused_topics()} if kind == "topic" and options.app else set()
     document = {kind: name, "paused_at": paused_at, "resume_at": resume_at}
     options.print(document, f"{kind} {name}: {describe_pause(paused_at, resume_at)}")
+    if name in paused:
+        _warn_of_other_names(options.app, name, paused)
+
+
+def _warn_of_other_names(where: str | None, topic: str, paused: Collection[str]) -> None:
+    """Name the other names of a topic that are not paused. An application that fails must not prevent a pause."""
+    try:
+        names = names_of(load_outbox(where), topic)
+    except PgOutboxError as error:
+        print_warning(f"other names of topic {topic} are unknown: {error}")
+        return
+    if others := [name for name in names if name not in paused]:
+        print_warning(
+            f"messages with other names of topic {topic} are not paused: {', '.join(others)}; pause each name"
+        )
 
 
 @command()

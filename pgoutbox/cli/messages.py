@@ -385,7 +385,8 @@ def _warn_of_controls(one: _Stats, prefix: str) -> None:
 def topics(options: AppOptions) -> None:
     """List the topics of the application with their settings. With --json one document per topic.
 
-    `computed` names the options that the definition computes from the payload. Without --app and PGOUTBOX_APP, the
+    `computed` names the options that the definition computes from the payload. A former name (alias) is listed with the
+    present one. Without --app and PGOUTBOX_APP, the
     topics of the messages in the database are listed and counted, with their pauses; this reads all messages, and shows
     the 50 topics that are late for longest or have the most failed messages, with --json all.
     """
@@ -408,7 +409,7 @@ def _topic_row(facts: TopicFacts) -> tuple[object, ...]:
     destination, delay, expires_after = (shown.pop(name, None) for name in ("destination", "delay", "expires_after"))
     options = [f"{name}={value}" for name, value in shown.items() if value is not None]
     return (
-        facts.topic,
+        facts.topic if facts.present_name is None else f"{facts.topic} (now {facts.present_name})",
         facts.queue,
         facts.payload,
         destination,

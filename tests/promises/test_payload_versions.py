@@ -28,7 +28,7 @@ from pgoutbox import (
     Topic,
     Worker,
 )
-from pgoutbox.catalogue import correct_message
+from pgoutbox.catalogue import correct_message, describe_topics
 from pgoutbox.operations import ActResult, Correction, Operator
 from tests.support.command_line import Done, run_process
 from tests.support.outbox_actions import due_earlier, enqueue, rows_of, settings_for
@@ -695,6 +695,37 @@ def test_a_former_name_of_a_topic_has_its_handler_its_queue_and_its_hook(dsn: st
         ("mail.welcome", "good"),
         ("mail.welcome.failed", "bad"),
     ]
+
+
+def test_a_pause_warns_about_the_other_names_of_a_topic(dsn: str, db: psycopg.Connection, tmp_path: Path) -> None:
+    (tmp_path / "renamed_app.py").write_text(
+        "from pgoutbox import Outbox, Topic\n"
+        "outbox = Outbox()\n"
+        "outbox.define(Topic('mail.welcome', aliases=('mail.greeting', 'mail.hello')))\n"
+    )
+
+    def pause(topic: str, app: str = "renamed_app:outbox") -> Done:
+        arguments = ("pause", "--topic", topic, "--yes", "--app", app)
+        return run_process(*arguments, dsn=dsn, PYTHONPATH=str(tmp_path), COLUMNS="300")
+
+    text = "messages with other names of topic {} are not paused: {}; pause each name"
+    assert text.format("mail.welcome", "mail.greeting, mail.hello") in pause("mail.welcome").err
+    assert text.format("mail.hello", "mail.greeting") in pause("mail.hello").err
+    for topic in ("mail.greeting", "mail.other"):
+        done = pause(topic)
+        assert (done.exit_code, "other names" in done.err) == (0, False)
+    # The pause matters more than the warning.
+    done = pause("mail.late", app="no_such_app:outbox")
+    assert (done.exit_code, "other names of topic mail.late are unknown: " in done.err) == (0, True)
+    paused = [topic for (topic,) in db.execute("SELECT topic FROM pgoutbox.topic_pause_view ORDER BY topic")]
+    assert paused == ["mail.greeting", "mail.hello", "mail.late", "mail.other", "mail.welcome"]
+
+
+def test_the_list_of_topics_gives_the_present_name_of_a_former_one(dsn: str) -> None:
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(Topic("mail.welcome", aliases=("mail.greeting",)))
+    found = {facts.topic: facts.present_name for facts in describe_topics(outbox)}
+    assert found == {"mail.greeting": "mail.welcome", "mail.welcome": None}
 
 
 @pytest.mark.parametrize(
