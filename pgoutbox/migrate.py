@@ -81,6 +81,26 @@ WHERE l.relation = to_regclass('pgoutbox.alembic_version')
 LIMIT 1
 """
 
+# Repeated grants change nothing, and take a lock. The function names the roles that it sets up.
+_HAS_ROLES = """
+SELECT
+    (
+        SELECT coalesce(bool_and(has_schema_privilege(to_regrole(named.role[1]), 'pgoutbox', 'USAGE') IS TRUE), false)
+        FROM pg_catalog.pg_proc AS f
+        CROSS JOIN LATERAL regexp_matches(f.prosrc, $$'(pgoutbox_[a-z_]+)'$$, 'g') AS named(role)
+        WHERE f.oid = to_regprocedure('pgoutbox.set_up_roles()')
+    )
+    AND NOT EXISTS (
+        SELECT
+        FROM (
+            SELECT c.relowner FROM pg_catalog.pg_class AS c WHERE c.relnamespace = 'pgoutbox'::regnamespace
+            UNION ALL
+            SELECT p.proowner FROM pg_catalog.pg_proc AS p WHERE p.pronamespace = 'pgoutbox'::regnamespace
+        ) AS owned(by_role)
+        JOIN pg_catalog.pg_roles AS o ON o.oid = owned.by_role AND o.rolsuper
+    )
+"""
+
 # A run that is suspended, or whose machine is lost, ends: the application waits behind its locks.
 _LIMIT_IDLE = "SET LOCAL idle_in_transaction_session_timeout = '1s'"
 # The first statement of a revision that changes the tables of messages.
@@ -97,6 +117,10 @@ History = Literal["pgoutbox", "application"]
 
 class _LockedError(SchemaError):
     """Nothing was changed, because of a lock of another transaction or a pause: a later try may succeed."""
+
+    def __init__(self, why: str, what: str) -> None:
+        super().__init__(what)
+        self.why = why
 
 
 class PendingRevision(NamedTuple):
@@ -132,6 +156,8 @@ def upgrade(
 ) -> None:
     """Apply the revisions up to `revision`, each in one transaction. Do nothing if they are applied already.
 
+    It repeats no grants if each role of pgoutbox may use the schema: `grants` does.
+
     A new schema is one transaction. Large indexes of a revision are built before its transaction, while messages flow.
 
     A new schema gets the name `deployment`: only workers with this PGOUTBOX_DEPLOYMENT send from it. That of a schema
@@ -164,9 +190,10 @@ def _upgrade(
     # This transaction excludes other runs, and has locked nothing else. A build uses up no patience of the next one.
     if pending and build(dsn, pending[0].indexes, report):
         return pending[-1].name
-    if not is_new:  # Nothing waits behind a new schema.
-        connection.exec_driver_sql(_LIMIT_IDLE)
-    _run_alembic("upgrade", config, pending[0].name if pending else target)
+    if not is_new and not pending and connection.exec_driver_sql(_HAS_ROLES).scalar():
+        return None
+    # Nothing waits behind a new schema.
+    _run_alembic("upgrade", config, pending[0].name if pending else target, limited=None if is_new else connection)
     if is_new and deployment is not None:
         connection.exec_driver_sql("UPDATE pgoutbox.home SET deployment = %(name)s", {"name": deployment})
     is_last = len(pending) <= 1
@@ -252,8 +279,7 @@ def downgrade(
         if _require_own_history(connection) is None:
             return
         connection.exec_driver_sql(_DELETE_ALL if delete_messages else _DELETE_DELIVERED)
-        connection.exec_driver_sql(_LIMIT_IDLE)
-        _run_alembic("downgrade", _config(connection), revision)
+        _run_alembic("downgrade", _config(connection), revision, limited=connection)
         if _revision_of(connection) is None:
             connection.exec_driver_sql("DROP TABLE pgoutbox.alembic_version")
             _drop_schema_if_empty(connection)
@@ -383,6 +409,28 @@ def is_applied_by_another_run(revision: str, down_revision: str | None) -> bool:
     return is_applied
 
 
+@contextlib.contextmanager
+def refusal_in_a_sentence() -> Iterator[None]:
+    """Raise Alembic's `CommandError`, which it prints as one line, if the server refuses to drop the outbox.
+
+    `downgrade` has its own error. The drivers of applications give the SQLSTATE by different names.
+    """
+    from alembic import op
+    from alembic.util import CommandError
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        yield
+    except DBAPIError as error:
+        cause = error.orig
+        is_refused = ObjectInUse.sqlstate in (getattr(cause, "sqlstate", None), getattr(cause, "pgcode", None))
+        if not is_refused or op.get_context().version_table_schema == SCHEMA:
+            raise
+        # Around the message and its hint, drivers write the class of the error and the place in the block.
+        text = str(getattr(cause, "__cause__", None) or cause).partition("pgoutbox: ")[2].partition("CONTEXT:")[0]
+        raise CommandError(" ".join(text.split())) from error
+
+
 def _applied_numbers(connection: Connection) -> set[int]:
     """Return the numbers of the applied revisions, by any driver of the application."""
     if connection.exec_driver_sql("SELECT to_regclass('pgoutbox.revision')").scalar() is None:
@@ -446,12 +494,12 @@ def _patiently(
             with _migration(dsn, report, lock_timeout_seconds, creates=creates) as connection:
                 began_at = time.monotonic()
                 return run(connection)
-        except _LockedError:
+        except _LockedError as error:
             left -= time.monotonic() - began_at
             if left <= 0:
                 raise
             if not is_reported:
-                report("another transaction has a lock that the migration needs; trying again and again")
+                report(f"{error.why}; trying again and again")
                 is_reported = True
             pause = random.uniform(*_PAUSE_SECONDS)
             left -= pause
@@ -509,13 +557,15 @@ def _transaction(dsn: str) -> Iterator[Connection]:
         cause = error.orig if isinstance(error, DBAPIError) else error
         if isinstance(cause, LockNotAvailable):
             raise _LockedError(
+                "another transaction has a lock that the migration needs",
                 "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
-                "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
+                "End that transaction, or stop the workers, and run `pgoutbox migrate` again",
             ) from error
         if isinstance(cause, IdleInTransactionSessionTimeout):
             raise _LockedError(
+                "the migration paused for a second between two statements, and PostgreSQL ended it",
                 "the migration paused for a second between two statements, and PostgreSQL ended it; nothing was "
-                "changed. Run `pgoutbox migrate` again"
+                "changed. Run `pgoutbox migrate` again",
             ) from error
         if isinstance(cause, ObjectInUse):
             raise SchemaError(f"{cause.diag.message_primary}. {cause.diag.message_hint}") from error
@@ -635,13 +685,19 @@ def _script_of(revision: str) -> _Script:
     return script
 
 
-def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = False) -> None:
+def _run_alembic(
+    direction: str, config: Config, revision: str, *, sql: bool = False, limited: Connection | None = None
+) -> None:
+    """Run Alembic. The `limited` connection ends if it is idle for a second from then on."""
     from alembic import command
     from alembic.util import CommandError
 
     run = command.upgrade if direction == "upgrade" else command.downgrade
     try:
         with _alembic_state:
+            # Not earlier: this process may import Alembic, or migrate other databases first.
+            if limited is not None:
+                limited.exec_driver_sql(_LIMIT_IDLE)
             run(config, revision, sql=sql)
     except CommandError as error:
         raise _revision_error(direction, revision, error) from error

@@ -17,7 +17,7 @@ from alembic.util import CommandError
 from sqlalchemy import DDL
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.migrate import check_revisions, is_applied_by_another_run, note_revision
+from pgoutbox.migrate import check_revisions, is_applied_by_another_run, note_revision, refusal_in_a_sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,5 +120,8 @@ def downgrade() -> None:
     # `pgoutbox migrate downgrade` has asked in its own way.
     if context.get_x_argument(as_dictionary=True).get("pgoutbox_drop") == "yes":
         run("SET LOCAL pgoutbox.delete_messages = 'all'")
-    for statement in (*statements(("down/before.sql",)), *drops(), *statements(("down/after.sql",))):
+    with refusal_in_a_sentence():
+        for statement in statements(("down/before.sql",)):
+            run(statement)
+    for statement in (*drops(), *statements(("down/after.sql",))):
         run(statement)

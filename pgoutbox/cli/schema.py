@@ -154,8 +154,8 @@ def indexes(options: Options) -> None:
 def grants(options: Options) -> None:
     """Create missing roles, and grant each role its rights.
 
-    Run it as the owner of the schema after somebody else has created the roles. `pgoutbox migrate` does the same. If
-    roles are missing and cannot be created, it prints the SQL to create them and exits with 1.
+    Run it as the owner of the schema after somebody else has created the roles. `pgoutbox migrate` does the same while
+    a role has no rights. If roles are missing and cannot be created, it prints the SQL to create them and exits with 1.
     """
     with interruptible("nothing was changed; run the command again"):
         missing = migrations.grants(options.settings.require_dsn())

@@ -161,6 +161,7 @@ class Project:
         printed = output.read_text()
         assert (process.exitcode != 0) == (refusal != ""), printed + errors.read_text()
         assert refusal in printed + errors.read_text()
+        assert "Traceback" not in printed + errors.read_text()
         return printed
 
     def start(self, line: str, output: Path, errors: Path) -> ForkServerProcess:
@@ -370,8 +371,9 @@ def test_replicas_that_upgrade_both_histories_at_once_all_succeed_with_the_lock_
     assert project.tables() == {"member", "place", "message", "later"}
 
 
-def test_one_step_back_reverts_the_branch_that_it_names(tmp_path: Path, empty_dsn: str) -> None:
-    project = Project(tmp_path, empty_dsn)
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_one_step_back_reverts_the_branch_that_it_names(tmp_path: Path, empty_dsn: str, driver: str) -> None:
+    project = Project(tmp_path, empty_dsn, driver)
     project.run(commands("first")[0])
     project.add_pgoutbox()
     project.run("alembic upgrade heads")
@@ -384,7 +386,10 @@ def test_one_step_back_reverts_the_branch_that_it_names(tmp_path: Path, empty_ds
     project.run("alembic downgrade pgoutbox@-1")
     assert project.tables() == {"member", "message"}
     assert version_rows(empty_dsn) >= {"pgoutbox_0001"}
-    project.run("alembic downgrade pgoutbox@-1", refusal="the outbox would be dropped")
+    project.run("alembic downgrade pgoutbox@-1", refusal="FAILED: the outbox would be dropped")
+    output = (project.directory / "output").read_text()
+    assert "To undo a revision of your own, run: alembic downgrade YOUR_BRANCH@-1" in " ".join(output.split())
+    assert "CONTEXT" not in output
     project.run("alembic -x pgoutbox_drop=yes downgrade pgoutbox@-1")
     assert project.tables() == {"member"}
 

@@ -274,6 +274,27 @@ class TestAlone:
             upgrade.result(timeout=60)
         assert migrate.current(dsn) == newest
 
+    def test_an_upgrade_of_an_upgraded_database_needs_no_lock(self, dsn: str) -> None:
+        """A turn of maintenance has this lock, and autovacuum, and the migration of another replica."""
+        reports: list[str] = []
+        with psycopg.connect(dsn) as other:
+            other.execute("LOCK TABLE pgoutbox.home IN SHARE ROW EXCLUSIVE MODE")
+            migrate.upgrade(dsn, report=reports.append, lock_timeout_seconds=0.05, patience_seconds=0)
+        assert reports == []
+
+    def test_a_migration_may_wait_for_those_of_other_databases_in_its_process(self, dsn: str, newest: str) -> None:
+        reports: list[str] = []
+        idle = (
+            "SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'pgoutbox migrate'"
+            " AND state = 'idle in transaction' AND state_change < clock_timestamp() - interval '1.2 seconds'"
+        )
+        with ThreadPoolExecutor(1) as threads, psycopg.connect(dsn, autocommit=True) as observer:
+            with migrate._alembic_state:
+                upgrade = threads.submit(migrate.upgrade, dsn, report=reports.append)
+                wait_until(lambda: observer.execute(idle).fetchall(), lambda: f"not idle: {reports}")
+            upgrade.result(timeout=60)
+        assert (migrate.current(dsn), reports) == (newest, [])
+
     def test_the_wait_for_another_migration_uses_up_no_patience(self, dsn: str) -> None:
         patience = 2.0
         reports: queue.Queue[str] = queue.Queue()
