@@ -154,8 +154,7 @@ def enqueue(
         print_warning(
             f"topic {name!r} is unknown to all workers and messages: check its name; --app checks it by its definition"
         )
-    if receipt.duplicate and not options.as_json:
-        print_note(f"a message with this dedupe key already exists, and is {receipt.state or 'deleted'}")
+    # Cron mails what a command writes to stderr: two hosts may enqueue the same message each day.
     options.print(receipt._asdict(), str(receipt.id))
 
 

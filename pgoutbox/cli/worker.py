@@ -101,7 +101,9 @@ def worker(
         settings.require_dsn()
     configure_logging(settings, is_quiet=is_quiet, is_run=is_quiet)
     if queues and not is_quiet and not has_many:
-        _warn_of_unknown_queues(settings, [share.name for share in shares if share.name != ALL_QUEUES])
+        defined = {topic.queue for topic in outbox.topics.values()}
+        named = {share.name for share in shares} - {ALL_QUEUES}
+        _warn_of_unknown_queues(settings, sorted(name for name in named if name not in defined))
     if processes > 1:
         raise typer.Exit(_supervise(settings, queues or [], processes, dsn=place.dsn, has_many=has_many))
     mode: Literal["run", "once", "drain"] = "once" if once else "drain" if drain else "run"
