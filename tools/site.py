@@ -1,4 +1,4 @@
-"""Build the documentation site from README.md and docs: `python -m tools.site`.
+"""Build the documentation site from README.md, CHANGELOG.md and docs: `python -m tools.site`.
 
 The directory build/site has one folder for each published version, and the newest also as `latest`. The module copies
 the pages to build/pages with links that work on the site, and Zensical renders them; a warning is an error. Zensical's
@@ -46,6 +46,8 @@ def place_of(file: Path) -> Path | None:
     match file.parts:
         case ("README.md",):
             return Path("index.md")
+        case ("CHANGELOG.md",):
+            return Path("changelog.md")
         case ("docs", "README.md"):
             return Path("contents.md")
         case ("docs", *rest):
@@ -56,7 +58,7 @@ def place_of(file: Path) -> Path | None:
 
 def pages_of(root: Path) -> dict[str, Path]:
     """Return the pages of the site, each with its file in the repository."""
-    files = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    files = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
     return {str(place_of(file.relative_to(root))): file.relative_to(root) for file in files}
 
 

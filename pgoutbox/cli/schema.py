@@ -38,6 +38,15 @@ app.add_typer(migrate_app, name="migrate")
 def migrate(
     *,
     sql: Annotated[bool, typer.Option("--sql", help="Print the SQL script instead of running it.")] = False,
+    revisions: Annotated[
+        str | None,
+        typer.Option(
+            "--revisions",
+            metavar="FIRST:SECOND",
+            help="With --sql: only the steps from one revision to another, such as pgoutbox_0001:head. [default: "
+            "base:head]",
+        ),
+    ] = None,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="Show the locks on existing tables, with sizes and times, and change nothing."),
@@ -61,14 +70,17 @@ def migrate(
 
     Uses one transaction for each revision. Changes nothing if the schema is up to date. On a terminal, it asks for the
     name of a new schema's deployment, without --all. --plan estimates the time of a statement that reads a whole table.
+    --sql connects to no database, so name the revision of a migrated one: --revisions pgoutbox_0001:head.
     """
     options.context.obj = options
     if every and (sql or options.context.invoked_subcommand is not None):
         raise typer.BadParameter("--all: only for `pgoutbox migrate` and for --plan")
+    if revisions is not None and not sql:
+        raise typer.BadParameter("--revisions: only with --sql")
     if options.context.invoked_subcommand is not None:
         return
     if sql:
-        sys.stdout.write(migrations.upgrade_sql())
+        sys.stdout.write(migrations.upgrade_sql(revisions or "head"))
         return
     if every and plan:
         _plan_all(options)

@@ -37,6 +37,7 @@ from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import state_of
+from tests.support.revisions import FIRST, add_revision
 from tests.support.roles import login, with_another_name
 
 if TYPE_CHECKING:
@@ -396,6 +397,31 @@ class TestMigrate:
     ) -> None:
         monkeypatch.delenv("PGOUTBOX_DSN")
         assert cli_anywhere("migrate", "--sql").out == migrate.upgrade_sql()
+
+    def test_the_migration_script_begins_at_the_revision_of_the_database(
+        self, cli_anywhere: Callable[..., Done], dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        newest = add_revision(tmp_path, monkeypatch)
+        steps = f"{FIRST}:{newest}"
+        script = cli_anywhere("migrate", "--sql", "--revisions", steps).out
+        assert script == migrate.upgrade_sql(steps)
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(script.encode())
+        assert migrate.current(dsn) == newest
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (("--revisions", f"{FIRST}:head"), "only with --sql"),
+            (("--sql", "--revisions", "pgoutbox_0900:head"), "pgoutbox_0900"),
+        ],
+    )
+    def test_wrong_revisions_of_the_script_are_named(
+        self, cli_anywhere: Callable[..., Done], arguments: tuple[str, ...], problem: str
+    ) -> None:
+        done = cli_anywhere("migrate", *arguments)
+        assert done.exit_code != 0
+        assert (problem in done.err, done.out) == (True, "")
 
     @pytest.mark.parametrize("place", ["before", "after"])
     def test_dsn_may_precede_or_follow_the_subcommand(
