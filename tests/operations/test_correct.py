@@ -490,3 +490,47 @@ async def test_the_content_of_a_fan_out_stays(dsn: str, db: psycopg.Connection) 
     assert correct_message(Operator(db), outbox, 1, {"payload": {"n": 2}}).is_done
     await Worker(outbox).run_once()
     assert seen == [({"n": 2}, {"html": "<p>"})]
+
+
+# --- versions of payloads ---------------------------------------------------------------------------------------------
+
+
+def version_of(db: psycopg.Connection, message_id: int) -> tuple[object, int]:
+    ((payload, version),) = db.execute(
+        "SELECT payload, payload_version FROM pgoutbox.message WHERE id = %s", [message_id]
+    ).fetchall()
+    return payload, version
+
+
+def test_a_correction_keeps_a_member_that_is_null_in_the_new_version(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(Topic("mail", version=2, upgrade={1: lambda old: {"name": old["name"], "title": None}}))
+    message_id = enqueue(db, "mail", {"name": "Ada Byron"})
+    correct_message(Operator(db), outbox, message_id, {"payload": {"name": "Ada Lovelace"}})
+    assert version_of(db, message_id) == ({"name": "Ada Lovelace", "title": None}, 2)
+
+
+@pytest.mark.parametrize(
+    ("topic", "problem"),
+    [
+        (Topic("mail"), "the payload has version 2, and the topic 1"),
+        (Topic("mail", version=3), "the payload has version 2, and the topic no upgrade of it"),
+        (
+            Topic("mail", version=3, upgrade={2: lambda payload: payload["nam"]}),
+            "the payload cannot be upgraded from version 2: KeyError: 'nam'",
+        ),
+    ],
+)
+def test_a_correction_of_a_payload_that_cannot_be_brought_forward_is_refused(
+    dsn: str, db: psycopg.Connection, topic: Topic[Any], problem: str
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    outbox.define(topic)
+    message_id = enqueue(db, "mail", {"first": "Ada", "last": "Byron"}, payload_version=2)
+    with pytest.raises(ArgumentError) as refused:
+        correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}})
+    hint = "give payload_version 2 to change members of version 2"
+    assert str(refused.value) == f"payload: message {message_id}: {problem}; {hint}"
+    corrected = correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}, "payload_version": 2})
+    assert corrected.result is ActResult.CORRECTED
+    assert version_of(db, message_id) == ({"first": "Ada", "last": "King"}, 2)

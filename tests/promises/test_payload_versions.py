@@ -28,8 +28,7 @@ from pgoutbox import (
     Topic,
     Worker,
 )
-from pgoutbox.catalogue import correct_message, describe_topics
-from pgoutbox.operations import ActResult, Correction, Operator
+from pgoutbox.operations import Correction, Operator
 from tests.support.command_line import Done, run_process
 from tests.support.outbox_actions import due_earlier, enqueue, rows_of, settings_for
 from tests.support.waiting import wait_until
@@ -476,14 +475,6 @@ def test_the_model_checks_a_payload_that_was_brought_forward(
     assert version_of(db, message_id) == ({"name": "Ada Byron"}, 1)
 
 
-def test_a_correction_keeps_a_member_that_is_null_in_the_new_version(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn))
-    outbox.define(Topic("mail", version=2, upgrade={1: lambda old: {"name": old["name"], "title": None}}))
-    message_id = enqueue_old(db)
-    correct_message(Operator(db), outbox, message_id, {"payload": {"name": "Ada Lovelace"}})
-    assert version_of(db, message_id) == ({"name": "Ada Lovelace", "title": None}, 2)
-
-
 def test_a_correction_without_the_application_is_refused_while_workers_know_a_later_version(
     dsn: str, db: psycopg.Connection, start_worker: StartWorker, app: dict[str, str]
 ) -> None:
@@ -506,32 +497,6 @@ def test_a_correction_without_the_application_is_refused_while_workers_know_a_la
         assert version_of(db, message_id) == ({"name": "Ada Lovelace"}, 1)
     assert correct(dsn, message_id, {"last": "Noel"}, **app).exit_code == 0
     assert version_of(db, message_id) == ({"first": "Ada", "last": "Noel"}, 2)
-
-
-@pytest.mark.parametrize(
-    ("topic", "problem"),
-    [
-        (Topic("mail"), "the payload has version 2, and the topic 1"),
-        (Topic("mail", version=3), "the payload has version 2, and the topic no upgrade of it"),
-        (
-            Topic("mail", version=3, upgrade={2: lambda payload: payload["nam"]}),
-            "the payload cannot be upgraded from version 2: KeyError: 'nam'",
-        ),
-    ],
-)
-def test_a_correction_of_a_payload_that_cannot_be_brought_forward_is_refused(
-    dsn: str, db: psycopg.Connection, topic: Topic[Any], problem: str
-) -> None:
-    outbox = Outbox(settings_for(dsn))
-    outbox.define(topic)
-    message_id = enqueue_new(db)
-    with pytest.raises(ArgumentError) as refused:
-        correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}})
-    hint = "give payload_version 2 to change members of version 2"
-    assert str(refused.value) == f"payload: message {message_id}: {problem}; {hint}"
-    corrected = correct_message(Operator(db), outbox, message_id, {"payload": {"last": "King"}, "payload_version": 2})
-    assert corrected.result is ActResult.CORRECTED
-    assert version_of(db, message_id) == ({"first": "Ada", "last": "King"}, 2)
 
 
 @pytest.mark.parametrize(
@@ -714,18 +679,14 @@ def test_a_pause_warns_about_the_other_names_of_a_topic(dsn: str, db: psycopg.Co
     for topic in ("mail.greeting", "mail.other"):
         done = pause(topic)
         assert (done.exit_code, "other names" in done.err) == (0, False)
+    listed = run_process("topics", "--app", "renamed_app:outbox", "--json", PYTHONPATH=str(tmp_path)).lines
+    present_names = {line["topic"]: line["present_name"] for line in listed}
+    assert present_names == {"mail.greeting": "mail.welcome", "mail.hello": "mail.welcome", "mail.welcome": None}
     # The pause matters more than the warning.
     done = pause("mail.late", app="no_such_app:outbox")
     assert (done.exit_code, "other names of topic mail.late are unknown: " in done.err) == (0, True)
     paused = [topic for (topic,) in db.execute("SELECT topic FROM pgoutbox.topic_pause_view ORDER BY topic")]
     assert paused == ["mail.greeting", "mail.hello", "mail.late", "mail.other", "mail.welcome"]
-
-
-def test_the_list_of_topics_gives_the_present_name_of_a_former_one(dsn: str) -> None:
-    outbox = Outbox(settings_for(dsn))
-    outbox.define(Topic("mail.welcome", aliases=("mail.greeting",)))
-    found = {facts.topic: facts.present_name for facts in describe_topics(outbox)}
-    assert found == {"mail.greeting": "mail.welcome", "mail.welcome": None}
 
 
 @pytest.mark.parametrize(
