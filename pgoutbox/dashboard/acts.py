@@ -140,6 +140,21 @@ async def close_breaker(request: Request) -> Response:
     return _to(request, "breakers", {"done": "breaker-closed" if closed.was_open else "breaker-not-open"})
 
 
+def _add_to_schedule(act: str, change: Callable[[Operator, str], object], done: str) -> None:
+    """Answer the form of an act on a schedule."""
+
+    @_form(f"/schedules/{{schedule}}/{act}", f"{act}_schedule")
+    async def answer(request: Request) -> Response:
+        name = inputs.name_of(request, "schedule")
+        has_changed = await _act(request, lambda operator: change(operator, name))
+        return _to(request, "schedules", {"done": done if has_changed else "schedule-unchanged"})
+
+
+_add_to_schedule("pause", Operator.pause_schedule, "schedule-paused")
+_add_to_schedule("resume", Operator.resume_schedule, "schedule-resumed")
+_add_to_schedule("run", Operator.run_schedule, "schedule-run")
+
+
 @_form("/bulk")
 async def start_bulk(request: Request) -> Response:
     """Start the bulk action of the preview."""

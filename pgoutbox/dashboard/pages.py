@@ -217,6 +217,12 @@ def workers(request: Request) -> Load:  # noqa: ARG001 - every page gets it
     }
 
 
+@_page("/schedules")
+def schedules(request: Request) -> Load:  # noqa: ARG001 - every page gets it
+    """Show the schedules with their next times."""
+    return lambda connection: {"schedules": Operator(connection).list_schedules()}
+
+
 @_page("/breakers")
 def breakers(request: Request) -> Load:
     """Show the open circuit breakers and the messages that wait for each."""

@@ -705,7 +705,16 @@ def hostile(db: psycopg.Connection) -> int:
 
 def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None:
     query = urlencode({"text": HOSTILE, "topic": HOSTILE, "destination": HOSTILE_DESTINATION, "key": HOSTILE})
-    paths = ["/", "/messages", f"/messages?{query}", f"/messages/{hostile}", "/queues", "/workers", "/breakers"]
+    paths = [
+        "/",
+        "/messages",
+        f"/messages?{query}",
+        f"/messages/{hostile}",
+        "/queues",
+        "/workers",
+        "/breakers",
+        "/schedules",
+    ]
     paths += ["/failed", "/audit"]
     paths += [
         f"/audit?{urlencode({'actor': HOSTILE})}",
@@ -1896,6 +1905,7 @@ PATHS: Final = [
     "/queues?queue=a",
     "/workers",
     "/breakers",
+    "/schedules",
     "/failed",
     "/audit",
     "/bulk?do=redrive",
@@ -2232,6 +2242,7 @@ PAGES: Final = (
     "/?range=24h",
     "/workers",
     "/breakers",
+    "/schedules",
     "/failed",
     "/messages?text=no+such&state=failed",
     "/messages?state=pending&due=now",
@@ -2375,7 +2386,17 @@ def test_a_login_without_privileges_sees_only_that_message(
 
 # --- the redirect -----------------------------------------------------------------------------------------------------
 
-WARNING_PAGES: Final = ("/", "/messages", "/failed", "/queues", "/queues?queue=a", "/workers", "/breakers", "/audit")
+WARNING_PAGES: Final = (
+    "/",
+    "/messages",
+    "/failed",
+    "/queues",
+    "/queues?queue=a",
+    "/workers",
+    "/breakers",
+    "/schedules",
+    "/audit",
+)
 
 
 def test_every_page_warns_of_a_redirect(site: Site, db: psycopg.Connection) -> None:
@@ -2552,6 +2573,38 @@ def test_an_operator_closes_a_breaker(site: Site, db: psycopg.Connection) -> Non
     again = Page(site.ada.post("/breakers/close", data={"key": BREAKER}, follow_redirects=True).text)
     assert "The circuit breaker was not open." in again.words
     assert site.ada.post("/breakers/close", data={"key": ""}).status_code == 422
+
+
+SET_SCHEDULE: Final = """
+SELECT pgoutbox.set_schedule(%s, '0 7 * * *', '{"topic": "mail.digest", "payload": 1}', timezone => %s)
+"""
+
+
+def test_schedules_are_shown_with_their_next_times(site: Site, db: psycopg.Connection) -> None:
+    assert "There are no schedules." in get(site.vera, "/schedules").words
+    db.execute(SET_SCHEDULE, ["digest-7", "Asia/Kolkata"])
+    db.execute(SET_SCHEDULE, ["nowhere", "UTC"])
+    db.execute("UPDATE pgoutbox.schedule SET problem = 'the time zone is unknown' WHERE name = 'nowhere'")
+    page = get(site.vera, "/schedules")
+    assert "digest-7 mail.digest 0 7 * * * Asia/Kolkata" in page.words
+    assert page.words.count(" 01:30:00") == 5
+    assert "nowhere mail.digest 0 7 * * * UTC the time zone is unknown" in page.words
+    assert [action for action in page.values("form", "action") if "schedules" in action] == []
+
+
+def test_an_operator_pauses_and_runs_a_schedule(site: Site, db: psycopg.Connection) -> None:
+    db.execute(SET_SCHEDULE, ["digest-7", "UTC"])
+    for act, said in (
+        ("pause", "The schedule is paused."),
+        ("pause", "or it was in this state already"),
+        ("run", "The message of the schedule is enqueued."),
+        ("resume", "The schedule goes on with its next time."),
+    ):
+        page = Page(site.ada.post(f"/schedules/digest-7/{act}", follow_redirects=True).text)
+        assert said in page.words
+    assert [(row[2], row[0]) for row in audit_of(db)] == [("pause", "ada"), ("run", "ada"), ("resume", "ada")]
+    assert db.execute("SELECT topic FROM pgoutbox.message").fetchall() == [("mail.digest",)]
+    assert site.vera.post("/schedules/digest-7/pause").status_code == 403
 
 
 def wait_for_breaker(db: psycopg.Connection, key: str, **options: str) -> int:
