@@ -15,6 +15,7 @@ LINES = [f"{letter}{number}" for letter, count in COUNTS.items() for number in r
 TEST = "[A message is sent](worker/test_sending.py)"
 PAGES = {
     "README.md": "# Club\n\nSee [the list](docs/decisions.md#decisions).\n\n```sh\n[x](no-link.md) jobs\n```\n",
+    "CHANGELOG.md": "# Changelog\n",
     "docs/README.md": """# Docs
 
 [Guarantees](explanation/guarantees.md), [faults](explanation/reliability.md), [features](explanation/features.md),
@@ -25,7 +26,7 @@ PAGES = {
 nav = [
     { Start = ["index.md", "contents.md"] },
     { Why = ["explanation/guarantees.md", { More = ["explanation/reliability.md", "explanation/features.md"] }] },
-    { Decisions = ["decisions.md", "decisions/*"] },
+    { Decisions = ["decisions.md", "decisions/*", "changelog.md"] },
 ]
 """,
     "docs/decisions/0001-one-table.md": "# 1. One table\n\n- Date: 2026-01-31\n- Status: accepted\n\nBecause.\n",
