@@ -192,8 +192,8 @@ def message_id_of(request: Request) -> int:
     return int(value)
 
 
-def name_of(request: Request, kind: Literal["queue", "topic"]) -> str:
-    """Return the name of the queue or the topic in the path."""
+def name_of(request: Request, kind: Literal["queue", "topic", "schedule"]) -> str:
+    """Return the name of the queue, the topic or the schedule in the path."""
     return check_name(kind, request.path_params[kind])
 
 
