@@ -285,7 +285,7 @@ class Outbox:
 
         It can stand above the handler. Raises `ConfigurationError` for a mistake, and for an encrypted topic.
 
-            @outbox.schedule("0 7 * * mon-fri", topic="digest", payload={}, timezone="Europe/Berlin")
+            @outbox.schedule("0 7 * * mon-fri", topic="digest", payload={"days": 1}, timezone="Europe/Berlin")
             @outbox.handler("digest")
             async def digest(message: Message, ctx: Context) -> Email: ...
         """

@@ -58,7 +58,8 @@ def test_the_commands_of_the_page_work(tmp_path: Path, empty_dsn: str, dsn: str,
         assert connection.execute("SELECT deployment FROM pgoutbox.home").fetchone() == ("production",)
     assert catalog(empty_dsn) == catalog(dsn)
 
-    current, plan, _, script, indexes, grants, removal = COMMANDS  # tests/cli/test_databases.py runs the third one.
+    # tests/cli/test_databases.py runs the third one.
+    current, plan, _, script, steps, indexes, grants, removal = COMMANDS
     assert type_in(current) == "pgoutbox_0001 (up to date)\n"
     assert type_in(plan) == "schema pgoutbox: up to date\n"
     assert type_in(script) == ""
@@ -66,6 +67,8 @@ def test_the_commands_of_the_page_work(tmp_path: Path, empty_dsn: str, dsn: str,
         run_script(server.dsn_for(other), (tmp_path / "pgoutbox.sql").read_text())
         assert catalog(server.dsn_for(other)) == catalog(dsn)
         assert migrate.state(server.dsn_for(other)) == ("pgoutbox_0001", "pgoutbox", None)
+    assert type_in(steps) == ""
+    run_script(empty_dsn, (tmp_path / "steps.sql").read_text())  # It has none yet.
     assert type_in(indexes) == "large indexes of the next revision: all exist\n"
     assert type_in(grants) == "roles of pgoutbox: all exist and have their rights\n"
     assert type_in(f"{removal} --yes") == "schema pgoutbox: pgoutbox_0001 -> base\n"

@@ -604,7 +604,9 @@ def test_the_worker_role_can_run_every_backlog_check(
     assert skipped <= {"partitions", "smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"}
 
 
-OWED: Final = {"retention", "handlers", "leases", "encryption", "due", "breakers", "failed", "destinations"}
+OWED: Final = {
+    "retention", "handlers", "leases", "encryption", "due", "breakers", "schedules", "failed", "destinations",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -629,6 +631,9 @@ def troubled(db: psycopg.Connection) -> Outbox:
     )
     enqueue(db, "mail.secret", json.loads(sealed))
     db.execute("INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent')")
+    db.execute(
+        "INSERT INTO pgoutbox.schedule (name, rule, message, problem) VALUES ('s', '61 * * * *', '{}', 'Bad minute')"
+    )
     db.execute(
         "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) "
         "VALUES ('smtp mail.club.org', now(), 30, 'w', %s)",

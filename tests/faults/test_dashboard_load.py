@@ -48,6 +48,7 @@ PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/failed": (200,),
     "/workers": (200,),
     "/breakers": (200,),
+    "/schedules": (200,),
     "/audit": (200,),
     "/bulk?do=redrive": (200,),
     "/bulk/none": (404,),
