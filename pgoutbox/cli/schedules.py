@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, print_table
-from pgoutbox.cli.options import Options, command, open_operator
+from pgoutbox.cli.options import Limit, Options, command, open_operator
 from pgoutbox.cli.program import app
 
 schedule_app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="List, pause and run schedules.")
@@ -19,10 +19,15 @@ ScheduleName = Annotated[
 
 
 @command("list", of=schedule_app)
-def list_schedules(options: Options) -> None:
+def list_schedules(
+    start: Annotated[str, typer.Argument(metavar="[START]", help="Only schedules whose names begin so.")] = "",
+    *,
+    limit: Limit = 100,
+    options: Options,
+) -> None:
     """List the schedules with their next times, the next one first."""
     with open_operator(options.settings, read_only=True) as operator:
-        found = operator.list_schedules()
+        found = operator.list_schedules(prefix=start, limit=limit)
     if options.as_json:
         print_json([{**one._asdict(), "next_times": one.next_times()} for one in found])
     elif found:

@@ -218,9 +218,13 @@ def workers(request: Request) -> Load:  # noqa: ARG001 - every page gets it
 
 
 @_page("/schedules")
-def schedules(request: Request) -> Load:  # noqa: ARG001 - every page gets it
-    """Show the schedules with their next times."""
-    return lambda connection: {"schedules": Operator(connection).list_schedules()}
+def schedules(request: Request) -> Load:
+    """Show the schedules that come next, with their next times, or those whose names have this start."""
+    start = inputs.text_of(request.query_params, "start", at_most=63) or ""
+    return lambda connection: {
+        "start": start,
+        "schedules": Operator(connection).list_schedules(prefix=start, limit=reads.MAX_SCHEDULES),
+    }
 
 
 @_page("/breakers")

@@ -585,9 +585,10 @@ class Operator:
         ((was_paused,),) = self._act(sql.RESUME_TOPIC, {"topic": topic})
         return bool(was_paused)
 
-    def list_schedules(self) -> list[StoredSchedule]:
-        """Return all schedules, the next one first."""
-        return [StoredSchedule._make(row) for row in self._fetch(sql.LIST_SCHEDULES)]
+    def list_schedules(self, *, prefix: str = "", limit: int = 100) -> list[StoredSchedule]:
+        """Return up to `limit` schedules whose names begin with `prefix`, the next one first."""
+        rows = self._fetch(sql.LIST_SCHEDULES, {"prefix": prefix, "limit": limit})
+        return [StoredSchedule._make(row) for row in rows]
 
     def pause_schedule(self, name: str) -> bool:
         """Let the times of a schedule pass until `resume_schedule`. Return False if it is missing or paused."""

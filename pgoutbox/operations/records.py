@@ -16,10 +16,11 @@ from uuid import UUID
 from pydantic import JsonValue
 
 from pgoutbox.encryption import SEALED, is_sealed
+from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import PARTITIONS, State
 from pgoutbox.operations.acts import ACTS, ActName, MessageResult
 from pgoutbox.redaction import redact, redact_text
-from pgoutbox.schedules import next_times
+from pgoutbox.schedules import RuleError, next_times
 from pgoutbox.text import pluralize
 from pgoutbox.transports.redirect import redirected_mail
 
@@ -163,10 +164,16 @@ class StoredSchedule(NamedTuple):
         return self.next_at or ("ended" if self.ended_at is not None else "not computed yet")
 
     def next_times(self, most: int = 5) -> list[datetime]:
-        """Return the next times. None of a schedule that is paused, has ended or has a problem."""
+        """Return the next times, as far as this process can compute them.
+
+        A schedule that is paused, has ended or has a problem has none.
+        """
         if self.problem is not None or self.paused_at is not None or self.ended_at is not None:
             return []
-        times = next_times(self.rule, self.timezone, self.asked_at, most)
+        try:
+            times = next_times(self.rule, self.timezone, self.asked_at, most)
+        except (RuleError, MissingExtraError):  # The rule is checked by a worker, which has cronsim.
+            times = [] if self.next_at is None else [self.next_at]
         return [time for time in times if self.until_at is None or time <= self.until_at]
 
 

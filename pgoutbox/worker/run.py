@@ -283,7 +283,8 @@ class WorkerRun:
                             await self.state.stopping.wait()
                 if self._ends_by_itself:
                     await self.breakers.inherit()
-                    await self._ticker.tick()
+                    while not (self.state.stopping.is_set() or await self._ticker.tick()):
+                        pass  # More schedules may be due.
                 works = {"presence": self._presence.keep_reporting()}
                 if not self._ends_by_itself:
                     works["maintenance"] = self._maintenance.keep_taking_turns()

@@ -72,4 +72,4 @@ def rounded_up(value: float) -> float:
 
 
 def _allowed(kind: Kind, name: str, value: float, size: int) -> float:
-    return kind.share * value + _NOISE[name] / size
+    return kind.share_of(name) * value + _NOISE[name] / size

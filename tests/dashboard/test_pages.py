@@ -2589,7 +2589,13 @@ def test_schedules_are_shown_with_their_next_times(site: Site, db: psycopg.Conne
     assert "digest-7 mail.digest 0 7 * * * Asia/Kolkata" in page.words
     assert page.words.count(" 01:30:00") == 5
     assert "nowhere mail.digest 0 7 * * * UTC the time zone is unknown" in page.words
-    assert [action for action in page.values("form", "action") if "schedules" in action] == []
+    assert [action for action in page.values("form", "action") if action.startswith("/schedules/")] == []
+    assert "digest-7" not in get(site.vera, "/schedules?start=no").words
+    for number in range(100):
+        db.execute(SET_SCHEDULE, [f"other-{number}", "Asia/Kolkata"])
+    page = get(site.vera, "/schedules")
+    assert "Shows the next 50 schedules." in page.words
+    assert len(page.text) < 100_000
 
 
 def test_an_operator_pauses_and_runs_a_schedule(site: Site, db: psycopg.Connection) -> None:

@@ -347,7 +347,7 @@ def test_a_redrive_by_sql_changes_no_other_states(rolled_back: psycopg.Connectio
     assert rolled_back.execute(call, [[message_id], [state]]).fetchall() == [(message_id, "wrong_state", state, None)]
 
 
-def test_the_content_of_a_fan_out_is_shown_to_whoever_may_read_it(db: psycopg.Connection, dsn: str) -> None:
+def test_the_content_of_a_fan_out_is_shown_to_its_readers(db: psycopg.Connection, dsn: str) -> None:
     body = {"html": "<p>", "password": "s3cret", "more": "x" * 70_000}
     with db.transaction():
         Outbox(settings_for(dsn)).on(db).enqueue_fanout("news", None, ["mailto:ada@example.org"], content=body)

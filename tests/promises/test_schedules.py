@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from pgoutbox import ConfigurationError, Context, Every, Message, Outbox, Topic, Worker
+from pgoutbox import ConfigurationError, Context, Every, Message, MissingExtraError, Outbox, Topic, Worker
 from pgoutbox.operations import Operator
 from tests.support.command_line import run_process
 from tests.support.outbox_actions import rows_of, running, settings_for, state_of
@@ -120,6 +120,15 @@ async def test_workers_that_read_the_same_time_enqueue_it_once(dsn: str, db: psy
     assert len(ticks(db)) == 1
 
 
+def test_a_time_is_the_same_in_each_time_zone_of_a_session(db: psycopg.Connection) -> None:
+    schedule(db)
+    for zone in ("UTC", "Asia/Kolkata"):
+        db.execute("SELECT set_config('timezone', %s, false)", [zone])
+        db.execute("SELECT pgoutbox._tick_schedule('s', 1, NULL, ARRAY[timestamptz '2026-01-31 07:00Z'], NULL)")
+        db.execute("UPDATE pgoutbox.schedule SET ended_at = NULL")
+    assert message(db, "dedupe_key") == ("schedule s 2026-01-31T07:00:00Z",)
+
+
 async def test_a_time_that_comes_again_is_not_enqueued_again(dsn: str, db: psycopg.Connection) -> None:
     """Someone has set the time back by hand, or the server's clock has gone back."""
     schedule(db, missed="all")
@@ -140,6 +149,52 @@ async def test_a_tick_that_is_rolled_back_is_made_again(dsn: str, db: psycopg.Co
     db.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT refused")
     await Worker(outbox_of(dsn)).run_once()
     assert len(ticks(db)) == 1
+
+
+async def test_a_schedule_that_is_refused_stops_no_other(dsn: str, db: psycopg.Connection) -> None:
+    for name in ("a", "b"):
+        schedule(db, name, message=Jsonb({"topic": "tick", "payload": 1, "owner": name}))
+    await Worker(outbox_of(dsn)).run_once()
+    for name in ("a", "b"):
+        let_pass(db, 0, name)
+    db.execute("ALTER TABLE pgoutbox.message_live ADD CONSTRAINT refused CHECK (owner <> 'a') NOT VALID")
+    worker = Worker(outbox_of(dsn))
+    await worker.run_once()
+    assert [name for name, _ in ticks(db)] == ["b"]
+    assert {str(event): count for event, count in worker.telemetry.counts.items()}["schedules_failed"] == 1
+
+
+async def test_a_run_enqueues_all_that_has_come(dsn: str, db: psycopg.Connection) -> None:
+    for number in range(130):
+        schedule(db, f"s{number}", "0 0 1 1 *")
+    await Worker(outbox_of(dsn)).run_once()
+    db.execute("UPDATE pgoutbox.schedule SET rule = 'every 3600', next_at = next_at - interval '3 years'")
+    await Worker(outbox_of(dsn)).run_once()
+    assert len(ticks(db)) == 130
+
+
+# What another session may do between the look of a worker and its tick.
+CHANGES: Final = {
+    "changed": "SELECT pgoutbox.set_schedule('s', 'every 60', '{\"topic\": \"tick\", \"payload\": 2}')",
+    "paused": "SELECT pgoutbox.pause_schedule('s')",
+    "ended": "UPDATE pgoutbox.schedule SET ended_at = now(), next_at = NULL",
+    "deleted": "SELECT pgoutbox.unset_schedule('s')",
+}
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["known", "new"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tick_of_a_schedule_that_has_changed_does_nothing(db: psycopg.Connection, change: str, is_new: bool) -> None:
+    schedule(db)
+    known = None
+    if not is_new:
+        known = datetime.now(UTC).replace(microsecond=0)
+        db.execute("UPDATE pgoutbox.schedule SET next_at = %s", [known])
+    db.execute(CHANGES[change].encode())
+    rows = db.execute("SELECT * FROM pgoutbox.schedule").fetchall()
+    tick = "SELECT pgoutbox._tick_schedule('s', 1, %s, ARRAY[now()], now() + interval '1 min')"
+    assert db.execute(tick, [known]).fetchone() == (None,)
+    assert (ticks(db), db.execute("SELECT * FROM pgoutbox.schedule").fetchall()) == ([], rows)
 
 
 # --- missed times -----------------------------------------------------------------------------------------------------
@@ -182,6 +237,22 @@ async def test_no_message_comes_after_the_last_time(dsn: str, db: psycopg.Connec
     assert db.execute("SELECT bool_and(last_at <= until_at) FROM pgoutbox.schedule").fetchone() == (True,)
     assert len(ticks(db)) >= 2
     assert column(db, "ended_at IS NOT NULL AND next_at IS NULL") is True
+    schedule(db, missed="all")
+    await Worker(outbox_of(dsn)).run_once()
+    assert column(db, "ended_at IS NULL AND next_at > now()") is True
+
+
+async def test_the_jitter_of_a_schedule_is_always_the_same(dsn: str, db: psycopg.Connection) -> None:
+    for name in ("a", "b"):
+        schedule(db, name, jitter=timedelta(hours=1), missed="all")
+    await Worker(outbox_of(dsn)).run_once()
+    for name in ("a", "b"):
+        let_pass(db, 2, name)
+    await Worker(outbox_of(dsn)).run_once()
+    delays = "SELECT DISTINCT available_at - (headers ->> 'scheduled-for')::timestamptz FROM pgoutbox.message"
+    found = [delay for (delay,) in db.execute(delays.encode()).fetchall()]
+    assert len(found) == 2
+    assert all(timedelta() <= delay < timedelta(hours=1) for delay in found)
 
 
 # --- schedules in code ------------------------------------------------------------------------------------------------
@@ -229,6 +300,14 @@ async def test_the_definition_of_the_topic_completes_the_message(dsn: str, db: p
     assert message(db, "topic, queue, coalesce_key, payload_version") == ("note", "slow", "k7", 2)
 
 
+def test_a_worker_without_cronsim_refuses_the_schedules_of_its_code(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = outbox_of(dsn)
+    outbox.schedule(Every(hours=1), topic="tick", payload=1)
+    monkeypatch.setattr("pgoutbox.worker.schedules.ticker.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[schedules\]'"):
+        Worker(outbox)
+
+
 def test_a_topic_whose_messages_cannot_be_scheduled_is_refused(dsn: str) -> None:
     outbox = outbox_of(dsn)
     for topic, error in (
@@ -273,7 +352,9 @@ async def test_a_wrong_rule_is_named_and_stops_no_other(dsn: str, db: psycopg.Co
     await Worker(outbox).run_once()
     for name in ("bad", "nowhere", "good"):
         let_pass(db, 0, name)
-    await Worker(outbox).run_once()
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert {str(event) for event in worker.telemetry.counts} & {"schedule_refused", "schedules_failed"} == set()
     assert [name for name, _ in ticks(db)] == ["good"]
     assert column(db, "problem", "bad") == "the rule '61 * * * *': Bad minute"
     assert column(db, "problem", "nowhere") == "the time zone 'EST5EDT4' is unknown"
@@ -340,6 +421,8 @@ def test_an_erasure_deletes_the_schedules_of_the_person(db: psycopg.Connection) 
         schedule(db, name, message=Jsonb(message))
     mentions = "SELECT relation, field FROM pgoutbox.mentions(ARRAY['ada@example.org'])"
     assert set(db.execute(mentions).fetchall()) == {("schedule", "message")}
+    db.execute("SELECT * FROM pgoutbox.erase(ids => '{1}')")
+    assert db.execute("SELECT count(*) FROM pgoutbox.schedule").fetchone() == (2,)
     db.execute("SELECT * FROM pgoutbox.erase(owner => 'ada')")
     assert db.execute("SELECT name FROM pgoutbox.schedule").fetchall() == [("his",)]
     db.execute("SELECT * FROM pgoutbox.erase(destination => 'mailto:bob@example.org')")
@@ -380,5 +463,9 @@ def test_the_command_line_lists_pauses_and_runs_schedules(dsn: str, db: psycopg.
         "Europe/Berlin",
         5,
     )
+    schedule(db, "wrong", "61 * * * *")  # No worker has looked at it.
+    assert [one["next_times"] for one in json.loads(run_process("schedule", "list", "w", "--json", dsn=dsn).out)] == [
+        []
+    ]
     missing = run_process("schedule", "run", "evening", dsn=dsn)
     assert (missing.exit_code, "schedule evening: is not there" in missing.err) == (1, True)

@@ -267,7 +267,7 @@ async def test_a_second_answer_right_after_the_first_ends_the_connection() -> No
         origin = ("http", HOST, server.port)
         _, connection = await loop.create_connection(lambda: Connection(origin), HOST, server.port)
         first = connection.send(b"POST / HTTP/1.1\r\nHost: a\r\n\r\n", until=loop.time() + PATIENCE_SECONDS)
-        for data in (answer(200), answer(200)):  # Before the one who waits for the first goes on.
+        for data in (answer(200), answer(200)):  # Before the sender goes on.
             connection.data_received(data)
         await first.ended
         assert first.status == 200

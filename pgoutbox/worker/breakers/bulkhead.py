@@ -57,19 +57,21 @@ class Room:
         """Return whether it is still stalled after the time of an answer's way to its task. It waits once a silence."""
         silent_since = self.answered_at
         if self.is_stalled and self._silent_since != silent_since:
-            await asyncio.sleep(_RETURN_SECONDS)
+            await self._wait(_RETURN_SECONDS)
             self._silent_since = silent_since
         return self.is_stalled
 
     async def wait(self) -> None:
         """Wait until there is room, by an answer of this destination, or until it is stalled."""
-        if not self.is_full:
-            return
+        if self.is_full:
+            await self._wait(self.answered_at + _STALL_SECONDS - self._bulkhead.clock())
+
+    async def _wait(self, seconds: float) -> None:
         self._answered.clear()
         self.waiting_count += 1
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.answered_at + _STALL_SECONDS - self._bulkhead.clock()):
+                async with asyncio.timeout(seconds):
                     await self._answered.wait()
         finally:
             self.waiting_count -= 1

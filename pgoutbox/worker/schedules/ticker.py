@@ -18,9 +18,9 @@ import psycopg
 from pgoutbox.clock import seconds_of
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import is_transient_error, kind_of
+from pgoutbox.database.worker_connection import is_refusal, is_transient_error, kind_of
 from pgoutbox.enqueue.validation import message_json
-from pgoutbox.errors import ArgumentError, ConfigurationError
+from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.schedules import LATE_SECONDS, Rule, RuleError, Schedule
@@ -63,32 +63,41 @@ class Ticker:
         self._declared = declared
         self._wake = wake
         self._undeclared = list(declared)
-        self._trouble: str | None = None
-        self._has_cron = find_spec("cronsim") is not None
+        self._troubles = set[str]()
+        self._has_cron = _has_cron()
 
     async def keep_ticking(self) -> None:
         """Tick when a time has come, and look for new schedules twice a minute, until cancelled."""
         while True:
             seconds = await self.tick()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)  # Nothing tells a worker of the time that another session has written.
 
     async def tick(self) -> float:
-        """Enqueue what is due, and return in how many seconds to do so again. An error is reported, not raised."""
+        """Enqueue the messages that are due, and return the seconds until the next tick: 0 if more may be due.
+
+        An error is reported, not raised.
+        """
         if not self._has_cron:
             return _LOOK_SECONDS
         try:
             seconds = await self._tick()
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
-            reason = kind_of(error)
-            if reason != self._trouble and not is_transient_error(error):
-                self._trouble = reason
-                text = "schedules cannot be read or enqueued, trying again"
-                hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
-                report = self._telemetry.report
-                report(logging.ERROR, LogEvent.SCHEDULES_FAILED, text, reason=reason, detail=hint)
+            if not is_transient_error(error):  # The worker itself reports passing errors of its connection.
+                self._report_trouble(error)
             return _RETRY_SECONDS
-        self._trouble = None
         return seconds
+
+    def _report_trouble(self, error: Exception, schedule: str | None = None) -> None:
+        """Report each kind of error once, until a tick succeeds."""
+        trouble = f"{schedule} {kind_of(error)}"
+        if trouble in self._troubles:
+            return
+        self._troubles.add(trouble)
+        text = "schedules cannot be read or enqueued, trying again"
+        hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
+        names = {} if schedule is None else {"schedule": schedule}
+        report = self._telemetry.report
+        report(logging.ERROR, LogEvent.SCHEDULES_FAILED, text, reason=kind_of(error), detail=hint, **names)
 
     async def _tick(self) -> float:
         while self._undeclared:
@@ -98,11 +107,24 @@ class Ticker:
             del self._undeclared[0]
         names = [one.name for one in self._declared]
         rows = await self._store.claims.fetch(sql.NEXT_SCHEDULES, {"declared": names})
+        is_refused = False
         for found in map(_Found._make, rows):
             if found.next_at is not None and found.next_at > found.now:
-                return min(_LOOK_SECONDS, (found.next_at - found.now).total_seconds())
-            await self._tick_one(found)
-        return 0.0 if rows else _LOOK_SECONDS
+                seconds = min(_LOOK_SECONDS, (found.next_at - found.now).total_seconds())
+                break
+            try:
+                await self._tick_one(found)
+            except psycopg.Error as error:
+                if not is_refusal(error):
+                    raise
+                is_refused = True  # A trigger, for example. The others do not wait for it.
+                self._report_trouble(error, found.name)
+        else:
+            seconds = 0.0 if rows else _LOOK_SECONDS
+        if is_refused:
+            return _RETRY_SECONDS
+        self._troubles.clear()
+        return seconds
 
     async def _tick_one(self, found: _Found) -> None:
         try:
@@ -130,6 +152,10 @@ class Ticker:
             self._wake()  # A session that listens itself hears nothing of its own enqueues.
 
 
+def _has_cron() -> bool:
+    return find_spec("cronsim") is not None
+
+
 def _due_of(rule: Rule, found: _Found, since: datetime) -> list[datetime]:
     """Return the times for which messages are to be enqueued now."""
     times = rule.passed(since, found.now)
@@ -141,7 +167,12 @@ def _due_of(rule: Rule, found: _Found, since: datetime) -> list[datetime]:
 
 
 def declared_by(outbox: Outbox) -> Sequence[Declared]:
-    """Return the schedules of the code. Raises `ConfigurationError` for a message that cannot be enqueued."""
+    """Return the schedules of the code.
+
+    Raises `ConfigurationError` for a message that cannot be enqueued, and `MissingExtraError` without cronsim.
+    """
+    if outbox.schedules and not _has_cron():
+        raise MissingExtraError("schedules", "schedules")
     return [_declared(outbox, schedule) for schedule in outbox.schedules.values()]
 
 

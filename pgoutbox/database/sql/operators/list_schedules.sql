@@ -1,4 +1,4 @@
--- All schedules, the next one first.
+-- Schedules whose names begin with a prefix, the next one first.
 SELECT
     s.name,
     s.topic,
@@ -16,4 +16,6 @@ SELECT
     s.problem,
     now() AS asked_at
 FROM pgoutbox.schedule_view AS s
+WHERE starts_with(s.name, %(prefix)s::text)
 ORDER BY s.next_at, s.name
+LIMIT %(limit)s::bigint
