@@ -96,5 +96,6 @@ async def write_all(messages: Sequence[Message], contexts: Sequence[Context]) ->
 
 @outbox.handler("budget.session", transactional=True)
 async def hold_session(message: Message, context: Context) -> None:
-    """Hold the session until there is one for each slot, so that each run opens as many."""
-    await _all_sessions_open.wait()
+    """Hold the session until there is one for each slot, so that each run opens as many. Then begin the work."""
+    if await _all_sessions_open.wait() == 0:
+        await context.connection.execute("SELECT pgoutbox.resume_topic(topic) FROM pgoutbox.topic_pause")

@@ -110,7 +110,11 @@ def _filled(topic: str = "budget.plain", **keys: str) -> Fill:
 
 
 def _with_sessions(connection: Connection, count: int, *, slots: int, topic: str = "budget.effect") -> None:
-    """Enqueue for a transactional handler, behind messages that open the worker's sessions."""
+    """Enqueue for a transactional handler, behind messages that open the worker's sessions.
+
+    It is paused until then: messages that wait long for a slot are given back.
+    """
+    Operator(connection).pause_topic(topic)
     _enqueue(connection, slots, topic="budget.session")
     _enqueue(connection, count, topic=topic)
 
