@@ -31,8 +31,8 @@ from tests.support import brokers
 class Delivery:
     """A kind of delivery. `handler` is a kind of the program `deliver`.
 
-    `bare` is a client of the program `clients`, with its number of calls at once. Without one, `ideal` is the best
-    possible rate. `share` of the messages makes slow kinds end in time.
+    `bare` is a client of the program `clients`, with its number of calls at once. `share` of the messages makes slow
+    kinds end in time.
     """
 
     name: str
@@ -41,7 +41,6 @@ class Delivery:
     bare: tuple[str, int] | None = None
     aim: float | None = None
     slots: int | None = None
-    ideal: float | None = None
     share: float = 0.1
     payload: Mapping[str, str] = field(default_factory=dict)
     has_rivals: bool = False
@@ -51,7 +50,7 @@ DELIVERIES: Final = (
     Delivery("async handler", "noop", share=1.0),
     Delivery("batch handler, up to 100", "batch", share=1.0),
     Delivery("sync handler", "sync", bare=("executor", 50), aim=0.6, share=1.0),
-    Delivery("async handler, 10 ms, 4 slots", "io", aim=0.97, slots=4, ideal=400.0, share=0.02),
+    Delivery("async handler, 10 ms, 4 slots", "io", bare=("waits", 4), aim=0.97, slots=4, share=0.02),
     Delivery("transactional handler", "transactional", bare=("transactions", 10), aim=0.5),
     Delivery("transactional handler, 4 slots", "transactional", bare=("transactions", 4), aim=0.3, slots=4),
     Delivery("transactional handler, 20 in a transaction", "shared", bare=("transactions", 10)),
@@ -241,7 +240,7 @@ class Bench:
     def _of_client(self, delivery: Delivery, count: int) -> Sample:
         assert delivery.bare is not None
         client, slots = delivery.bare
-        last = count - 1 if client == "transactions" else 0
+        last = count - 1 if client in {"transactions", "waits"} else 0
         self.connection.execute("INSERT INTO job (id) SELECT generate_series(0, %s::integer)", [last])
         settle(self.connection, "job")
         with asking(self.dsn, _UNFINISHED_JOB) as is_unfinished:
@@ -288,7 +287,7 @@ def _add_tables(
         ours = samples[one.name, "pgoutbox"]
         rates = [sample.rate for sample in ours]
         bare = samples.get((one.name, "bare"))
-        limits = [sample.rate for sample in bare] if bare else [one.ideal] * len(ours) if one.ideal else []
+        limits = [sample.rate for sample in bare or ()]
         ratio = ratio_of_rounds(rates, limits) if limits else None
         if ratio is not None and one.aim is not None:
             result.verdicts.append(Verdict(f"{one.name} / bare", ratio, one.aim, "at least"))

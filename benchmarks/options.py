@@ -26,6 +26,8 @@ CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
 """A claim of fresh messages from the beginning, like that of a worker with default settings."""
 # The payload marks a message that is a retry.
 RETRY_NUMBER = -1
+IO_SECONDS = 0.01
+"""How long a handler waits that stands for one of a remote service."""
 
 
 @dataclass(frozen=True, slots=True)

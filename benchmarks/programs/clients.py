@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
+from benchmarks.options import IO_SECONDS
 from benchmarks.programs.lifeline import Tally, hold_lifeline, wait_for_go
 
 C = TypeVar("C")
@@ -54,6 +55,28 @@ async def _executor(stack: AsyncExitStack, slots: int) -> Send:
     threads = stack.enter_context(ThreadPoolExecutor(slots))
     loop = asyncio.get_running_loop()
     return lambda _: loop.run_in_executor(threads, bool)
+
+
+async def _waits(stack: AsyncExitStack, _: int) -> Send:
+    """Wait for 10 ms. Those that end at once are written by one statement, while the next ones wait."""
+    connect = psycopg.AsyncConnection.connect(os.environ["PGOUTBOX_DSN"], autocommit=True)
+    connection = await stack.enter_async_context(await connect)
+    ended: list[int] = []
+    has_ended = asyncio.Event()
+
+    async def write() -> None:
+        while await has_ended.wait():
+            has_ended.clear()
+            numbers, ended[:] = ended[:], []
+            await connection.execute("UPDATE job SET done = true WHERE id = ANY (%s)", [numbers])
+
+    async def send(number: int) -> None:
+        await asyncio.sleep(IO_SECONDS)
+        ended.append(number)
+        has_ended.set()
+
+    stack.callback(asyncio.ensure_future(write()).cancel)
+    return send
 
 
 async def _transactions(stack: AsyncExitStack, slots: int) -> Send:
@@ -170,6 +193,7 @@ async def _kafka(stack: AsyncExitStack, _: int) -> Send:
 
 CLIENTS: Mapping[str, Callable[[AsyncExitStack, int], Awaitable[Send]]] = {
     "executor": _executor,
+    "waits": _waits,
     "transactions": _transactions,
     "webhook": _webhook,
     "webhook of 4 kB": partial(_webhook, text=FOUR_KB),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import JsonValue
 
-from benchmarks.options import RETRY_NUMBER, TOPIC
+from benchmarks.options import IO_SECONDS, RETRY_NUMBER, TOPIC
 from benchmarks.programs.clients import SUBJECT, TEXT
 from benchmarks.programs.lifeline import Meter, Tally, before, hold_lifeline, replace_method, say, wait_for_go
 from pgoutbox import CloudEvent, Email, Webhook
@@ -30,7 +30,6 @@ from pgoutbox.worker import Worker
 from pgoutbox.worker.kernel_run import KernelAttempts
 from pgoutbox.worker.supervisor import run_worker
 
-_IO_SECONDS = 0.01
 _WAIT_SECONDS = 0.02
 
 
@@ -109,7 +108,7 @@ def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # 
             @outbox.handler(TOPIC)
             async def io(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
                 count()
-                await asyncio.sleep(_IO_SECONDS)
+                await asyncio.sleep(IO_SECONDS)
 
         case "sync":
 
