@@ -444,6 +444,28 @@ for name, case in list(globals().items()):
         case()
 """
 
+SCHEDULES: Final = """
+from pgoutbox import Every
+from pgoutbox.contrib.django.tasks import schedule
+from members import tasks
+
+schedule(tasks.noop, Every(minutes=1), args=["tick"], kwargs={"secret": "s3cret"}, missed="all")
+schedule(tasks.own_id.using(queue_name="mail", priority=5), "0 7 * * mon-fri", name="mail-id")
+"""
+WRONG_SCHEDULES: Final = f"""
+{HEAD}
+{RAISES}
+from members import tasks as t
+from pgoutbox.contrib.django.tasks import schedule
+from pgoutbox.errors import ConfigurationError
+
+raises(ConfigurationError, "'members.tasks.answer': too many positional", schedule, t.answer, "0 7 * * *", args=[1])
+raises(ConfigurationError, "Unsupported type", schedule, t.noop, "0 7 * * *", args=[object()])
+raises(ConfigurationError, "schedule 'seven': rule", schedule, t.noop, "seven", name="seven")
+with override_settings(TASKS={{"default": {{"BACKEND": "{MODULE}.backends.dummy.DummyBackend"}}}}):
+    raises(ConfigurationError, "the backend 'default' of the task must be OutboxBackend", schedule, t.noop, "0 7 * * *")
+"""
+
 
 @pytest.fixture
 def tasks(project: Project) -> Project:
@@ -535,6 +557,34 @@ async def test_retries_crashes_and_unknown_tasks(tasks: Project) -> None:
     assert lines[0] == "at last 3 ['ValueError: not yet: 1', 'ValueError: not yet: 2']"
     assert lines[1] == "survived 2 2"
     assert lines[2].startswith("FAILED 1 [TaskError(exception_class_path='pgoutbox.message.Permanent'")
+
+
+@pytest.mark.parametrize("settings", [{}, {"ENCRYPTION_KEYS": KEY}], ids=["plain", "encrypted"])
+async def test_a_task_runs_at_each_time_of_its_schedule(tasks: Project, settings: dict[str, str]) -> None:
+    tasks.set(PGOUTBOX=settings, TIME_ZONE="Europe/Berlin")
+    with (tasks.directory / "members" / "outbox.py").open("a") as file:
+        file.write(SCHEDULES)
+    await tasks.manage("pgoutbox", "worker", "--once")
+    with psycopg.connect(tasks.dsn, autocommit=True) as connection:
+        known = connection.execute("SELECT name, timezone, message ->> 'queue' FROM pgoutbox.schedule ORDER BY name")
+        assert known.fetchall() == [
+            ("mail-id", "Europe/Berlin", "mail.high"),
+            ("members.tasks.noop", "Europe/Berlin", "default"),
+        ]
+        connection.execute("UPDATE pgoutbox.schedule SET next_at = date_trunc('minute', now()) - interval '5 minutes'")
+        connection.execute("SELECT pgoutbox.enqueue('django.schedule', '{}', headers => '{\"schedule\": \"gone\"}')")
+        await tasks.manage("pgoutbox", "worker", "--once")
+        found = connection.execute(
+            "SELECT topic, state, count(*), max(last_error) FROM pgoutbox.message GROUP BY 1, 2 ORDER BY 1, 2"
+        ).fetchall()
+        rows = connection.execute("SELECT to_jsonb(m)::text FROM pgoutbox.message AS m").fetchall()
+    waits, ticks, done = found
+    assert waits == ("django.schedule", "pending", 1, "this process has no schedule 'gone'")
+    assert (ticks[:2], done[:2]) == (("django.schedule", "sent"), ("django.task", "sent"))
+    assert ticks[2] == done[2] >= 6
+    assert notes(tasks).count("noop tick") == done[2] - notes(tasks).count("signal SUCCESSFUL own_id")
+    assert any("s3cret" in text for (text,) in rows) == (not settings)
+    await tasks.run(WRONG_SCHEDULES)
 
 
 async def test_migrate_to_zero_keeps_results_until_somebody_deletes_them(tasks: Project) -> None:

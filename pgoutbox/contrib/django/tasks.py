@@ -8,6 +8,7 @@ message is finished, so that a successful task always has its value.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from datetime import datetime
 from typing import Any, Final
 
 import django
+import psycopg
+from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.utils import timezone
@@ -22,11 +25,13 @@ from django.utils.module_loading import import_string
 
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.encryption import Identity, is_sealed, keyring_of, unseal
+from pgoutbox.clock import Duration
 from pgoutbox.enqueue.payloads import to_json
-from pgoutbox.errors import ArgumentError
+from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.options import check_max_attempts, check_name
+from pgoutbox.schedules import Every, Missed
 from pgoutbox.topics import Topic
 from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
 from pgoutbox.worker.transactional.django_orm import close_left
@@ -47,6 +52,8 @@ else:  # The backport.
     from django_tasks.utils import normalize_json
 
 TOPIC: Final = "django.task"
+SCHEDULED: Final = "django.schedule"
+"""The topic of messages that enqueue a task whose time has come. Its arguments are in the code: they may be secrets."""
 MAX_ATTEMPTS: Final = "MAX_ATTEMPTS"
 # The queues of one queue of Django, and how often a worker asks each of them first.
 _WEIGHTS: Final = {".high": 16, "": 4, ".low": 1}
@@ -134,6 +141,34 @@ class OutboxBackend(BaseTaskBackend):
 
     def enqueue(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TaskResult:
         """Write the message. Raises `TypeError` for arguments that are not JSON."""
+        connection = connections[conf.alias()]
+        with conf.transaction_of(connection):
+            result = self._write(connection, task, args, kwargs)
+        task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def enqueue_in(
+        self,
+        connection: psycopg.Connection[Any],
+        task: Task,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Write the message in the transaction of this connection."""
+        task_enqueued.send(type(self), task_result=self._write(connection, task, args, kwargs))
+
+    def queue_of(self, task: Task) -> str:
+        """Return the queue of pgoutbox."""
+        lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
+        return f"{task.queue_name if self.queues else 'default'}{lane}"
+
+    def _write(
+        self,
+        connection: Any,  # noqa: ANN401 - Django has no types
+        task: Task,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> TaskResult:
         self.validate_task(task)
         payload = {
             "task": task.module_path,
@@ -148,19 +183,14 @@ class OutboxBackend(BaseTaskBackend):
         due = task.run_after
         if due is not None and timezone.is_naive(due):
             due = timezone.make_aware(due)
-        lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
-        connection = connections[conf.alias()]
-        with conf.transaction_of(connection):
-            enqueued = outbox.on(connection).enqueue(
-                TOPIC,
-                payload,
-                queue=f"{task.queue_name if self.queues else 'default'}{lane}",
-                available_at=due,
-                max_attempts=self.options.get(MAX_ATTEMPTS),
-            )
-        result = _result_of(task, payload, id=str(enqueued.id), status=TaskResultStatus.READY)
-        task_enqueued.send(type(self), task_result=result)
-        return result
+        enqueued = outbox.on(connection).enqueue(
+            TOPIC,
+            payload,
+            queue=self.queue_of(task),
+            available_at=due,
+            max_attempts=self.options.get(MAX_ATTEMPTS),
+        )
+        return _result_of(task, payload, id=str(enqueued.id), status=TaskResultStatus.READY)
 
     def get_result(self, result_id: str) -> TaskResult:
         """Return the result as the database has it. Raises `TaskResultDoesNotExist` without a task, or its value."""
@@ -245,6 +275,61 @@ def queues() -> list[str]:
     backends = [one for one in task_backends.all() if isinstance(one, OutboxBackend)]
     names = sorted({name for one in backends for name in one.queues or ("default",)})
     return [*(f"{name}{lane}:{weight}" for name in names for lane, weight in _WEIGHTS.items()), "*:4"]
+
+
+def schedule(
+    task: Task,
+    rule: str | Every,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    timezone: str | None = None,
+    missed: Missed = "latest",
+    jitter: Duration = 0,
+    until: datetime | None = None,
+) -> None:
+    """Enqueue a task again and again, as `Outbox.schedule` does with a message. Call it in a module `outbox`.
+
+    The time zone is `TIME_ZONE` of the settings, and the name that of the task's function with its module. Raises
+    `ConfigurationError` for a mistake.
+    """
+    name = name or task.module_path
+    given = (tuple(args), dict(kwargs or {}))
+    backend = task_backends[task.backend]
+    if not isinstance(backend, OutboxBackend):
+        raise ConfigurationError(f"schedule {name!r}: the backend {task.backend!r} of the task must be OutboxBackend")
+    try:
+        normalize_json(given)
+        inspect.signature(task.func).bind(*(None,) * task.takes_context, *given[0], **given[1])
+    except TypeError as error:
+        raise ConfigurationError(f"schedule {name!r}: {error}") from None
+    outbox.schedule(
+        rule,
+        topic=SCHEDULED,
+        payload={},
+        name=name,
+        timezone=timezone or project.TIME_ZONE,
+        missed=missed,
+        jitter=jitter,
+        until=until,
+        queue=backend.queue_of(task),
+    )
+    _scheduled[name] = (task, *given)
+
+
+_scheduled: Final = dict[str, tuple[Task, tuple[Any, ...], dict[str, Any]]]()
+
+
+@outbox.handler(SCHEDULED, transactional=True)
+def enqueue_scheduled(message: Message[Any], ctx: SyncContext) -> Outcome | None:
+    """Enqueue the task of a schedule. The message waits while this process does not know the schedule."""
+    name = message.headers.get("schedule", "")
+    if name not in _scheduled:
+        return Unavailable(f"this process has no schedule {name!r}")
+    task, args, kwargs = _scheduled[name]
+    task_backends[task.backend].enqueue_in(ctx.connection, task, args, kwargs)
+    return None
 
 
 # Arguments have no names by which secrets among them are found.
