@@ -3,7 +3,8 @@
 The explanations are in `performance.template.md`. Every number, the facts of the machine and the versions come from
 the results. So do not edit the page by hand.
 
-These placeholders are replaced. A scenario without measurements is marked as such:
+These placeholders are replaced. Those between two texts of the template stay as they are in the page if the run has none
+of their scenarios: so some scenarios can be measured again. On a new page they are marked as not measured.
 
     {{machine}} {{versions}} {{settings SCENARIO}} {{notes SCENARIO}} {{verdicts SCENARIO}}
     {{table SCENARIO NUMBER [COLUMN ...]}}   a table, or some of its columns
@@ -14,6 +15,7 @@ These placeholders are replaced. A scenario without measurements is marked as su
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -67,22 +69,27 @@ class TemplateError(ValueError):
 
 
 def publish(results: Results, page: Path, template: str) -> list[Path]:
-    """Write the page, and the plots into `img` next to it. Return the files."""
+    """Write the page, and the plots into `img` next to it. Return the files.
+
+    Raises `TemplateError` if a part of the page is to stay, but the page has other texts than the template.
+    """
     images: dict[str, str] = {}
-    lines = []
-    for line in template.splitlines():
-        match = _PLACEHOLDER.fullmatch(line.strip())
-        if match is None:
-            if "{{" in line:
-                raise TemplateError(f"put the placeholder on its own line: {line}")
-            lines.append(line)
-            continue
-        replacement = _replacement(match[1], match[2].split(), results, images)
-        # Once is enough for adjacent placeholders without measurements.
-        if replacement != [_NOT_MEASURED] or _last_text(lines) != _NOT_MEASURED:
-            lines += replacement
-        elif lines and not lines[-1]:
-            lines.pop()
+    parts = [
+        (is_text, list(part))
+        for is_text, part in itertools.groupby(template.splitlines(), key=lambda line: bool(line) and "{{" not in line)
+    ]
+    kept = [not is_text and _is_unmeasured(part, results) for is_text, part in parts]
+    if any(kept):  # Most tables are of the former run, and so are the facts of the machine.
+        kept = [not is_text and not _scenarios_of(part) & results["scenarios"].keys() for is_text, part in parts]
+    former = _former(page, parts) if page.exists() and any(kept) else {}
+    lines: list[str] = []
+    for number_of, (is_text, part) in enumerate(parts):
+        if is_text:
+            lines += part
+        elif kept[number_of] and former:
+            lines += former[number_of]
+        else:
+            _render(part, results, images, lines)
     page.parent.mkdir(parents=True, exist_ok=True)
     written = [page]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -92,6 +99,44 @@ def publish(results: Results, page: Path, template: str) -> list[Path]:
         path.write_text(content, encoding="utf-8")
         written.append(path)
     return written
+
+
+def _scenarios_of(part: Sequence[str]) -> set[str]:
+    calls = [match[2].split() for line in part if (match := _PLACEHOLDER.fullmatch(line.strip()))]
+    return {arguments[0] for arguments in calls if arguments}
+
+
+def _is_unmeasured(part: Sequence[str], results: Results) -> bool:
+    return bool(names := _scenarios_of(part)) and not names & results["scenarios"].keys()
+
+
+def _former(page: Path, parts: Sequence[tuple[bool, list[str]]]) -> dict[int, list[str]]:
+    """Return what the page has in place of the placeholders of each part."""
+    pattern = "".join(
+        "".join(f"{re.escape(line)}\n" for line in part) if is_text else "((?:.*\n)*?)" for is_text, part in parts
+    )
+    match = re.fullmatch(pattern, page.read_text(encoding="utf-8"))
+    if match is None:
+        raise TemplateError(f"{page} has other texts than the template: measure all scenarios, or give it these texts")
+    numbers = [number_of for number_of, (is_text, _) in enumerate(parts) if not is_text]
+    return {number_of: text.splitlines() for number_of, text in zip(numbers, match.groups(), strict=True)}
+
+
+def _render(part: Sequence[str], results: Results, images: dict[str, str], lines: list[str]) -> None:
+    """Append the lines of a part, with what its placeholders stand for."""
+    for line in part:
+        match = _PLACEHOLDER.fullmatch(line.strip())
+        if match is None:
+            if line:
+                raise TemplateError(f"put the placeholder on its own line: {line}")
+            lines.append(line)
+            continue
+        replacement = _replacement(match[1], match[2].split(), results, images)
+        # Once is enough for adjacent placeholders without measurements.
+        if replacement != [_NOT_MEASURED] or _last_text(lines) != _NOT_MEASURED:
+            lines += replacement
+        elif lines and not lines[-1]:
+            lines.pop()
 
 
 def _last_text(lines: Sequence[str]) -> str:

@@ -9,10 +9,11 @@ from typing import Final, NamedTuple
 
 from pgoutbox.dashboard import reads
 from pgoutbox.dashboard.database import Connection
-from pgoutbox.dashboard.history import LAST_HOUR, MINUTE, MINUTES, Latencies, Range, percentiles
+from pgoutbox.dashboard.history import LAST_HOUR, MINUTE, MINUTES, Flow, Latencies, Range, percentiles
 from pgoutbox.dashboard.rendering import format_seconds
 from pgoutbox.database import sql
 from pgoutbox.message import State
+from pgoutbox.text import Count
 
 _LABELS: Final = 4
 
@@ -114,6 +115,27 @@ def ended_lines(now: datetime, ended: Mapping[datetime, Counter[str]], names: Co
         for name, counts in counted.items()
         if any(count for _, count in counts)
     }
+
+
+def depth_lines(now: datetime, flow: Flow, depths: Mapping[str, Count]) -> dict[str, Chart]:
+    """Draw the numbers of live messages of these names by time, where they have changed, back from those of now."""
+    slots = LAST_HOUR.slots(now)
+    lines = {}
+    for name, depth in depths.items():
+        values = [Value((now - slots[0]) / LAST_HOUR.width, depth.messages)]
+        for number in reversed(range(len(slots))):
+            at = slots[number]
+            if at not in flow.enqueued:
+                break
+            values.append(Value(number, values[-1].y + flow.ended[at][name] - flow.enqueued[at][name]))
+        lowest = min(0, *(value.y for value in values))  # Below zero only if not all live ones are counted.
+        values = [Value(value.x, value.y - lowest) for value in reversed(values)]
+        if len({value.y for value in values}) > 1:
+            when = "in the last hour" if slots[0] in flow.enqueued else f"since {slots[int(values[0].x)]:%H:%M} UTC"
+            most = f", at most {_highest(values):,} {when}" if depth.kind == "exactly" else f", by time {when}"
+            label = f"{'at least ' if depth.kind != 'exactly' else ''}{depth.messages:,} live now{most}"
+            lines[name] = Chart(label, values[-1].x, values)
+    return lines
 
 
 def failures_by_topic(connection: Connection, now: datetime) -> list[tuple[str, int, Chart]]:

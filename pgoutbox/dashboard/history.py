@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
 
@@ -68,6 +68,13 @@ _Known: TypeAlias = dict[tuple[datetime, timedelta], Counter[Any]]
 """Counted times by beginning and length: slots, and the minutes of a slot that is not counted as a whole yet."""
 
 
+class Flow(NamedTuple):
+    """The messages of `LAST_HOUR` by slot and by name: when they ended, and when they were enqueued."""
+
+    ended: Mapping[datetime, Counter[str]]
+    enqueued: Mapping[datetime, Counter[str]]
+
+
 class History:
     """The counted times of a process, by their contents and the width of their slots. Thread-safe."""
 
@@ -82,11 +89,26 @@ class History:
             found.setdefault(_slot(at, asked.width), Counter()).update(latencies)
         return found
 
-    def ended(
-        self, connection: Connection, now: datetime, by: Literal["queue", "topic"]
-    ) -> dict[datetime, Counter[str]]:
-        """Return the ended messages of `LAST_HOUR` by slot and by name, likewise."""
-        return self._slots(connection, now, LAST_HOUR, by, sql.ENDED_BY_NAME, by=by)
+    def flow(self, connection: Connection, now: datetime, by: Literal["queue", "topic"], cap: int) -> Flow:
+        """Return the messages that ended and that were enqueued in `LAST_HOUR`, likewise.
+
+        At most `cap` live messages count: then the oldest enqueued ones are missing.
+        """
+        begin, width = LAST_HOUR.slots(now)[0], LAST_HOUR.width
+        counted = self._slots(connection, now, LAST_HOUR, _until_an_act(connection, by), sql.ENDED_BY_NAME, by=by)
+        ended: dict[datetime, Counter[str]] = {at: Counter() for at in counted}
+        enqueued: defaultdict[datetime, Counter[str]] = defaultdict(Counter)
+        for at, counts in counted.items():
+            for (name, created_at), messages in counts.items():
+                ended[at][name] += messages
+                enqueued[_slot(created_at, width)][name] += messages
+        parameters = {"by": by, "width": width.total_seconds(), "since": begin, "cap": cap}
+        rows = connection.execute(sql.LIVE_LATELY, parameters).fetchall()
+        is_capped = sum(messages for *_, messages in rows) >= cap
+        known_from = min(at for at, *_ in rows) + width if is_capped else begin
+        for at, name, messages in rows:
+            enqueued[at.astimezone(UTC)][name] += messages
+        return Flow(ended, {at: enqueued[at] for at in counted if at >= known_from})
 
     def depth(self, connection: Connection, now: datetime, asked: Range, queue: str, cap: int) -> dict[datetime, int]:
         """Return how many messages of a queue were pending or in flight at the beginnings of the slots, and now.
@@ -97,9 +119,7 @@ class History:
         before = slots[0] - asked.width
         created: Counter[datetime] = Counter()
         ended: Counter[datetime] = Counter()
-        # An act can make ended messages pending again: then all are counted again.
-        ((_, last_act, *_),) = connection.execute(sql.PULSE)
-        what = f"depth of {queue} after act {last_act}"
+        what = _until_an_act(connection, f"depth of {queue}")
         counted = self._slots(connection, now, asked, what, sql.ENDED_BY_TIME, queue=queue)
         for at, by_created in counted.items():
             ended[_slot(at, asked.width)] += by_created.total()
@@ -130,8 +150,8 @@ class History:
             parameters = {"width": length.total_seconds(), "from": first, "to": last + length, **names}
             rows = connection.execute(statement, parameters).fetchall()
             known.update({(at, length): Counter() for at in _newest_first(last, length, (last - first) // length + 1)})
-            for at, key, messages in rows:
-                known[at.astimezone(UTC), length][key] += messages
+            for at, key, *more, messages in rows:
+                known[at.astimezone(UTC), length][(key, *more) if more else key] += messages
 
         with allowing_bitmaps(connection):
             _count_back(connection, now, wanted, width, known, count)
@@ -157,6 +177,12 @@ class History:
             while len(self._known) > _MOST_CONTENTS:
                 del self._known[next(iter(self._known))]
         return found
+
+
+def _until_an_act(connection: Connection, what: str) -> str:
+    """Return a name for these contents until the next act, which can make ended messages pending again."""
+    ((_, last_act, *_),) = connection.execute(sql.PULSE)
+    return f"{what} after act {last_act}"
 
 
 def _still_valid(now: datetime, then: datetime, known: _Known) -> _Known:

@@ -178,12 +178,14 @@ def _queues(request: Request) -> Load:
             reads.rank_queues(connection, prefix=prefix) if prefix else dashboard.ranked_queues(connection, seconds=0)
         )
         names = [row.queue for row in ranked[: reads.PAGE_ROWS]]
-        ended = dashboard.history.ended(connection, now := reads.now(connection), "queue")
+        flow = dashboard.history.flow(connection, now := reads.now(connection), "queue", reads.DEPTH_CAP)
+        found = reads.queues(connection, names, reads.QUEUE_CAP)
         return {
             "prefix": prefix,
-            "queues": reads.queues(connection, names, reads.QUEUE_CAP),
+            "queues": found,
             "total": len(ranked),
-            "lines": charts.ended_lines(now, ended, names),
+            "lines": charts.ended_lines(now, flow.ended, names),
+            "depths": charts.depth_lines(now, flow, {row["queue"]: reads.depth_of(row) for row in found}),
         }
 
     return load

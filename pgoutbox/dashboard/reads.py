@@ -116,6 +116,11 @@ def capped(messages: int, cap: int) -> Count:
     return Count(min(messages, cap), "at least" if messages > cap else "exactly")
 
 
+def depth_of(queue: Row) -> Count:
+    """Return the number of live messages of a queue that was read with `QUEUE_CAP`."""
+    return capped(sum(queue[name] for name in ("due", "scheduled", "sending", "lapsed")), QUEUE_CAP)
+
+
 def count_open(connection: Connection) -> dict[State, Count]:
     """Count the pending, in-flight and failed messages, each up to `CAP`."""
     (counts,) = rows(connection, sql.COUNT_OPEN, {"cap": CAP + 1})

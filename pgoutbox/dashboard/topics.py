@@ -16,7 +16,7 @@ from starlette.routing import Route
 from pgoutbox.catalogue import describe_topics, draft_message, example_payload, find_topic, open_options
 from pgoutbox.dashboard import inputs, reads
 from pgoutbox.dashboard.access import operators_only
-from pgoutbox.dashboard.charts import ended_lines
+from pgoutbox.dashboard.charts import depth_lines, ended_lines
 from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.dashboard.database import Connection
 from pgoutbox.dashboard.pages import Context, Load, show
@@ -57,8 +57,8 @@ def _load_topics(dashboard: Dashboard, asked: str | None, start: str, connection
         needs_a_look = row is not None and bool(row["due"].messages or row["failed"].messages)
         return not needs_a_look, row is None, name in known and known[name].handler is not None
 
-    ended = dashboard.history.ended(connection, now := reads.now(connection), "topic")
-    names = {*known, *found, *chain.from_iterable(ended.values())}
+    flow = dashboard.history.flow(connection, now := reads.now(connection), "topic", reads.DEPTH_CAP)
+    names = {*known, *found, *chain.from_iterable(flow.ended.values())}
     begun = [asked] if asked is not None else sorted(name for name in names if name.startswith(start))
     rows = [found.get(name, nothing | {"topic": name}) for name in sorted(begun, key=rank)[: reads.PAGE_ROWS]]
     shown = [row["topic"] for row in rows]
@@ -71,7 +71,8 @@ def _load_topics(dashboard: Dashboard, asked: str | None, start: str, connection
         "topics": [(row, known.get(row["topic"])) for row in rows],
         "topic_count": len(begun),
         "rates": reads.rates(connection, "topic", shown),
-        "lines": ended_lines(now, ended, shown),
+        "lines": ended_lines(now, flow.ended, shown),
+        "depths": depth_lines(now, flow, {row["topic"]: row["waiting"] + row["in_flight"] for row in rows}),
         "messages": {message.id: message for message in dashboard.redacted(reads.of_topics(connection, rows))},
         "pauses": {pause.topic: pause for pause in Operator(connection).list_paused_topics()},
         "groups": () if asked is None else _failures_of(connection, dashboard, rows[0]),

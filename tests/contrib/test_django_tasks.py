@@ -574,6 +574,7 @@ async def test_a_task_runs_at_each_time_of_its_schedule(tasks: Project, settings
         connection.execute("UPDATE pgoutbox.schedule SET next_at = date_trunc('minute', now()) - interval '5 minutes'")
         connection.execute("SELECT pgoutbox.enqueue('django.schedule', '{}', headers => '{\"schedule\": \"gone\"}')")
         await tasks.manage("pgoutbox", "worker", "--once")
+        await tasks.manage("pgoutbox", "worker", "--once")  # A run may leave the tasks that it has enqueued.
         found = connection.execute(
             "SELECT topic, state, count(*), max(last_error) FROM pgoutbox.message GROUP BY 1, 2 ORDER BY 1, 2"
         ).fetchall()

@@ -122,6 +122,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("WAITING_TOPICS", {**EACH_QUEUE, "topics": 5}, 3 * 10 * CAP + IN_FLIGHT_COUNT),
         ("COUNT_BY_TOPIC", {"cap": CAP}, 2 * CAP),
         ("ENDED_RATES", {"by": "topic", "names": ["greet"], "seconds": 300, "cap": CAP}, CAP),
+        ("LIVE_LATELY", {"by": "queue", "width": 60, "since": "-infinity", "cap": CAP}, CAP),
         ("LIVE_BY_TIME", {"queue": "default", "width": 60, "since": "-infinity", "cap": CAP}, 3 * CAP),
         ("FAILED_BY_TIME", {"width": 60, "from": "-infinity", "cap": CAP}, CAP),
         ("COUNT_DONE", {"cap": CAP}, CAP),

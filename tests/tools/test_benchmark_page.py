@@ -81,6 +81,20 @@ def test_a_missing_scenario_is_reported_once_for_neighbouring_numbers(tmp_path: 
     assert page.read_text() == "Before.\n\n*Not measured in this run.*\n\nAfter.\n"
 
 
+def test_a_scenario_that_is_not_measured_again_keeps_its_numbers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    template = "Before.\n\n{{table drain 0}}\n\n{{verdicts drain}}\n\nBetween.\n\n{{notes wal}}\n\nAfter.\n"
+    publish(results_of(drain(), directory=tmp_path), page, template)
+    drained = page.read_text().split("Between.")[0]
+
+    publish(results_of(Result("wal", settings={}, notes=["new"]), directory=tmp_path), page, template)
+
+    assert page.read_text() == f"{drained}Between.\n\n- new\n\nAfter.\n"
+    with pytest.raises(TemplateError, match="has other texts than the template"):
+        publish(results_of(directory=tmp_path), page, template.replace("Between", "In between"))
+    assert "- new" in page.read_text()
+
+
 def test_the_numbers_of_a_quick_run_are_marked_as_meaningless(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
 

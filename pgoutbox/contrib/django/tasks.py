@@ -23,9 +23,9 @@ from django.db import connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from pgoutbox.clock import Duration
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.encryption import Identity, is_sealed, keyring_of, unseal
-from pgoutbox.clock import Duration
 from pgoutbox.enqueue.payloads import to_json
 from pgoutbox.errors import ArgumentError, ConfigurationError
 from pgoutbox.handlers import SyncContext
