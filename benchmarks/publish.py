@@ -3,8 +3,8 @@
 The explanations are in `performance.template.md`. Every number, the facts of the machine and the versions come from
 the results. So do not edit the page by hand.
 
-These placeholders are replaced. Those between two texts of the template stay as they are in the page if the run has none
-of their scenarios: so some scenarios can be measured again. On a new page they are marked as not measured.
+These placeholders are replaced. Those between two texts of the template stay as they are in the page if the run has
+none of their scenarios: so some scenarios can be measured again. On a new page they are marked as not measured.
 
     {{machine}} {{versions}} {{settings SCENARIO}} {{notes SCENARIO}} {{verdicts SCENARIO}}
     {{table SCENARIO NUMBER [COLUMN ...]}}   a table, or some of its columns
