@@ -2905,6 +2905,13 @@ def test_each_queue_and_topic_has_a_line_of_its_depth(
     # What is pending again was never gone.
     Operator(db).redrive(failed)
     assert "2 live now, at most 5 in the last hour" in lines_of(get(reloaded(site).vera, "/topics?topic=mail.bulk"))
+    # Of a depth that is counted up to a cap, the line shows the changes.
+    monkeypatch.setattr(reads, "QUEUE_CAP", 2)
+    ids = [put(db, queue="deep") for _ in range(4)]
+    db.execute(age, [20, ids])
+    page = get(reloaded(site).vera, "/queues?start=deep")
+    assert lines_of(page) == {"at least 2 live now, by time in the last hour": 22}
+    assert {point.split(",")[1] for point in (page.values("polyline", "points")[0] or "").split()} == {"4", "0"}
     # More live messages than are counted, all of this moment: an older depth is not known.
     monkeypatch.setattr(reads, "DEPTH_CAP", 10)
     enqueue = "SELECT pgoutbox.enqueue_many(jsonb_agg(jsonb_build_object('topic', 'mail.bulk', 'payload', n))) FROM"
