@@ -2912,6 +2912,7 @@ def test_each_queue_and_topic_has_a_line_of_its_depth(
     page = get(reloaded(site).vera, "/queues?start=deep")
     assert lines_of(page) == {"at least 2 live now, by time in the last hour": 22}
     assert {point.split(",")[1] for point in (page.values("polyline", "points")[0] or "").split()} == {"4", "0"}
+    assert [(box or "").split()[3] for box in page.values("svg", "viewbox")] == ["4"], "the line is inside its box"
     # More live messages than are counted, all of this moment: an older depth is not known.
     monkeypatch.setattr(reads, "DEPTH_CAP", 10)
     enqueue = "SELECT pgoutbox.enqueue_many(jsonb_agg(jsonb_build_object('topic', 'mail.bulk', 'payload', n))) FROM"
