@@ -446,19 +446,19 @@ for name, case in list(globals().items()):
 
 SCHEDULES: Final = """
 from pgoutbox import Every
-from pgoutbox.contrib.django.tasks import schedule
 from members import tasks
 
-schedule(tasks.noop, Every(minutes=1), args=["tick"], kwargs={"secret": "s3cret"}, missed="all")
-schedule(tasks.own_id.using(queue_name="mail", priority=5), "0 7 * * mon-fri", name="mail-id")
+outbox.schedule_task(tasks.noop, Every(minutes=1), args=["tick"], kwargs={"secret": "s3cret"}, missed="all")
+outbox.schedule_task(tasks.own_id.using(queue_name="mail", priority=5), "0 7 * * mon-fri", name="mail-id")
 """
 WRONG_SCHEDULES: Final = f"""
 {HEAD}
 {RAISES}
 from members import tasks as t
-from pgoutbox.contrib.django.tasks import schedule
+from pgoutbox.contrib.django import outbox
 from pgoutbox.errors import ConfigurationError
 
+schedule = outbox.schedule_task
 raises(ConfigurationError, "'members.tasks.answer': too many positional", schedule, t.answer, "0 7 * * *", args=[1])
 raises(ConfigurationError, "Unsupported type", schedule, t.noop, "0 7 * * *", args=[object()])
 raises(ConfigurationError, "schedule 'seven': rule", schedule, t.noop, "seven", name="seven")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Final
@@ -17,8 +18,10 @@ from django.db import connections, transaction
 from django.dispatch import receiver
 from psycopg.conninfo import make_conninfo
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.outbox import Outbox
+from pgoutbox.schedules import Every, Missed
 from pgoutbox.settings import (
     ENVIRONMENT_PREFIX,
     Settings,
@@ -55,6 +58,45 @@ class ProjectOutbox(Outbox):
         """The queues of all topics, and of all tasks."""
         tasks = sys.modules.get("pgoutbox.contrib.django.tasks")
         return tasks.queues() if tasks else ("*",)
+
+    def schedule_task(
+        self,
+        task: Any,  # noqa: ANN401 - Django has no types
+        rule: str | Every,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        timezone: str | None = None,
+        missed: Missed = "latest",
+        jitter: Duration = 0,
+        until: datetime | None = None,
+    ) -> None:
+        """Enqueue a task of Django again and again, with these arguments, as `schedule` does with a message.
+
+        The time zone is `TIME_ZONE` of the settings, and the name that of the function with its module. Raises
+        `ConfigurationError` for a mistake.
+        """
+        from pgoutbox.contrib.django import tasks
+
+        name = name or str(task.module_path)
+        call = (tuple(args), dict(kwargs or {}))
+        try:
+            queue = tasks.queue_of_call(task, *call)
+        except TypeError as error:
+            raise ConfigurationError(f"schedule {name!r}: {error}") from None
+        self.schedule(
+            rule,
+            topic=tasks.SCHEDULED,
+            payload={},
+            name=name,
+            timezone=timezone or project.TIME_ZONE,
+            missed=missed,
+            jitter=jitter,
+            until=until,
+            queue=queue,
+        )
+        tasks.schedules[name] = (task, *call)
 
 
 def alias() -> str:

@@ -17,21 +17,18 @@ from typing import Any, Final
 
 import django
 import psycopg
-from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from pgoutbox.clock import Duration
 from pgoutbox.contrib.django import conf, outbox
 from pgoutbox.encryption import Identity, is_sealed, keyring_of, unseal
 from pgoutbox.enqueue.payloads import to_json
-from pgoutbox.errors import ArgumentError, ConfigurationError
+from pgoutbox.errors import ArgumentError
 from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.options import check_max_attempts, check_name
-from pgoutbox.schedules import Every, Missed
 from pgoutbox.topics import Topic
 from pgoutbox.worker.handler_errors import outcome_of_exception, traceback_of
 from pgoutbox.worker.transactional.django_orm import close_left
@@ -277,57 +274,27 @@ def queues() -> list[str]:
     return [*(f"{name}{lane}:{weight}" for name in names for lane, weight in _WEIGHTS.items()), "*:4"]
 
 
-def schedule(
-    task: Task,
-    rule: str | Every,
-    *,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    name: str | None = None,
-    timezone: str | None = None,
-    missed: Missed = "latest",
-    jitter: Duration = 0,
-    until: datetime | None = None,
-) -> None:
-    """Enqueue a task again and again, as `Outbox.schedule` does with a message. Call it in a module `outbox`.
+schedules: Final = dict[str, tuple[Task, tuple[Any, ...], dict[str, Any]]]()
+"""The tasks of schedules by the names of these, with their arguments."""
 
-    The time zone is `TIME_ZONE` of the settings, and the name that of the task's function with its module. Raises
-    `ConfigurationError` for a mistake.
-    """
-    name = name or task.module_path
-    given = (tuple(args), dict(kwargs or {}))
+
+def queue_of_call(task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the queue of a task that is called so later. Raises `TypeError` for wrong arguments or another backend."""
     backend = task_backends[task.backend]
     if not isinstance(backend, OutboxBackend):
-        raise ConfigurationError(f"schedule {name!r}: the backend {task.backend!r} of the task must be OutboxBackend")
-    try:
-        normalize_json(given)
-        inspect.signature(task.func).bind(*(None,) * task.takes_context, *given[0], **given[1])
-    except TypeError as error:
-        raise ConfigurationError(f"schedule {name!r}: {error}") from None
-    outbox.schedule(
-        rule,
-        topic=SCHEDULED,
-        payload={},
-        name=name,
-        timezone=timezone or project.TIME_ZONE,
-        missed=missed,
-        jitter=jitter,
-        until=until,
-        queue=backend.queue_of(task),
-    )
-    _scheduled[name] = (task, *given)
-
-
-_scheduled: Final = dict[str, tuple[Task, tuple[Any, ...], dict[str, Any]]]()
+        raise TypeError(f"the backend {task.backend!r} of the task must be OutboxBackend")
+    normalize_json([args, kwargs])
+    inspect.signature(task.func).bind(*(None,) * task.takes_context, *args, **kwargs)
+    return backend.queue_of(task)
 
 
 @outbox.handler(SCHEDULED, transactional=True)
 def enqueue_scheduled(message: Message[Any], ctx: SyncContext) -> Outcome | None:
     """Enqueue the task of a schedule. The message waits while this process does not know the schedule."""
     name = message.headers.get("schedule", "")
-    if name not in _scheduled:
+    if name not in schedules:
         return Unavailable(f"this process has no schedule {name!r}")
-    task, args, kwargs = _scheduled[name]
+    task, args, kwargs = schedules[name]
     task_backends[task.backend].enqueue_in(ctx.connection, task, args, kwargs)
     return None
 
