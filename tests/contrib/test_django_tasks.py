@@ -463,7 +463,7 @@ raises(ConfigurationError, "'members.tasks.answer': too many positional", schedu
 raises(ConfigurationError, "Unsupported type", schedule, t.noop, "0 7 * * *", args=[object()])
 raises(ConfigurationError, "schedule 'seven': rule", schedule, t.noop, "seven", name="seven")
 with override_settings(TASKS={{"default": {{"BACKEND": "{MODULE}.backends.dummy.DummyBackend"}}}}):
-    raises(ConfigurationError, "the backend 'default' of the task must be OutboxBackend", schedule, t.noop, "0 7 * * *")
+    raises(ConfigurationError, "the backend 'default' must be OutboxBackend", schedule, t.noop, "0 7 * * *")
 """
 
 

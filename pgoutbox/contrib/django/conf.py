@@ -34,6 +34,8 @@ from pgoutbox.settings import (
 
 DATABASE: Final = "DATABASE"
 DELIVER_WITH: Final = "DELIVER_WITH"
+SCHEDULED_TOPIC: Final = "django.schedule"
+"""The topic of messages that enqueue a task whose time has come. Its arguments are in the code: they may be secrets."""
 # These are Django's to give.
 _REFUSED: Final = {
     "DSN": f"name a database of DATABASES by {DATABASE!r}",
@@ -77,17 +79,18 @@ class ProjectOutbox(Outbox):
         The time zone is `TIME_ZONE` of the settings, and the name that of the function with its module. Raises
         `ConfigurationError` for a mistake.
         """
-        from pgoutbox.contrib.django import tasks
-
         name = name or str(task.module_path)
         call = (tuple(args), dict(kwargs or {}))
+        backend = task.get_backend()
+        if not hasattr(backend, "scheduled"):
+            raise ConfigurationError(f"schedule {name!r}: the backend {task.backend!r} must be OutboxBackend")
         try:
-            queue = tasks.queue_of_call(task, *call)
+            queue = backend.queue_of_call(task, *call)
         except TypeError as error:
             raise ConfigurationError(f"schedule {name!r}: {error}") from None
         self.schedule(
             rule,
-            topic=tasks.SCHEDULED,
+            topic=SCHEDULED_TOPIC,
             payload={},
             name=name,
             timezone=timezone or project.TIME_ZONE,
@@ -96,7 +99,7 @@ class ProjectOutbox(Outbox):
             until=until,
             queue=queue,
         )
-        tasks.schedules[name] = (task, *call)
+        backend.scheduled[name] = (task, *call)
 
 
 def alias() -> str:

@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import django
 import psycopg
@@ -49,8 +49,6 @@ else:  # The backport.
     from django_tasks.utils import normalize_json
 
 TOPIC: Final = "django.task"
-SCHEDULED: Final = "django.schedule"
-"""The topic of messages that enqueue a task whose time has come. Its arguments are in the code: they may be secrets."""
 MAX_ATTEMPTS: Final = "MAX_ATTEMPTS"
 # The queues of one queue of Django, and how often a worker asks each of them first.
 _WEIGHTS: Final = {".high": 16, "": 4, ".low": 1}
@@ -121,6 +119,8 @@ class OutboxBackend(BaseTaskBackend):
     supports_get_result = True
     supports_priority = True
     option_names: frozenset[str] = frozenset({MAX_ATTEMPTS})
+    scheduled: ClassVar = dict[str, tuple[Task, tuple[Any, ...], dict[str, Any]]]()
+    """The tasks of schedules by the names of these, with their arguments."""
 
     def __init__(self, alias: str, params: Mapping[str, Any]) -> None:
         super().__init__(alias, params)
@@ -154,8 +154,13 @@ class OutboxBackend(BaseTaskBackend):
         """Write the message in the transaction of this connection."""
         task_enqueued.send(type(self), task_result=self._write(connection, task, args, kwargs))
 
-    def queue_of(self, task: Task) -> str:
-        """Return the queue of pgoutbox."""
+    def queue_of_call(self, task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return the queue of a task that will be called so. Raises `TypeError` for wrong arguments."""
+        normalize_json([args, kwargs])
+        inspect.signature(task.func).bind(*(None,) * task.takes_context, *args, **kwargs)
+        return self._queue_of(task)
+
+    def _queue_of(self, task: Task) -> str:
         lane = ".high" if task.priority > 0 else ".low" if task.priority < 0 else ""
         return f"{task.queue_name if self.queues else 'default'}{lane}"
 
@@ -183,7 +188,7 @@ class OutboxBackend(BaseTaskBackend):
         enqueued = outbox.on(connection).enqueue(
             TOPIC,
             payload,
-            queue=self.queue_of(task),
+            queue=self._queue_of(task),
             available_at=due,
             max_attempts=self.options.get(MAX_ATTEMPTS),
         )
@@ -274,27 +279,13 @@ def queues() -> list[str]:
     return [*(f"{name}{lane}:{weight}" for name in names for lane, weight in _WEIGHTS.items()), "*:4"]
 
 
-schedules: Final = dict[str, tuple[Task, tuple[Any, ...], dict[str, Any]]]()
-"""The tasks of schedules by the names of these, with their arguments."""
-
-
-def queue_of_call(task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the queue of a task that is called so later. Raises `TypeError` for wrong arguments or another backend."""
-    backend = task_backends[task.backend]
-    if not isinstance(backend, OutboxBackend):
-        raise TypeError(f"the backend {task.backend!r} of the task must be OutboxBackend")
-    normalize_json([args, kwargs])
-    inspect.signature(task.func).bind(*(None,) * task.takes_context, *args, **kwargs)
-    return backend.queue_of(task)
-
-
-@outbox.handler(SCHEDULED, transactional=True)
+@outbox.handler(conf.SCHEDULED_TOPIC, transactional=True)
 def enqueue_scheduled(message: Message[Any], ctx: SyncContext) -> Outcome | None:
     """Enqueue the task of a schedule. The message waits while this process does not know the schedule."""
     name = message.headers.get("schedule", "")
-    if name not in schedules:
+    if name not in OutboxBackend.scheduled:
         return Unavailable(f"this process has no schedule {name!r}")
-    task, args, kwargs = schedules[name]
+    task, args, kwargs = OutboxBackend.scheduled[name]
     task_backends[task.backend].enqueue_in(ctx.connection, task, args, kwargs)
     return None
 
