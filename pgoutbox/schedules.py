@@ -30,7 +30,7 @@ _EVERY = re.compile(r"every ([1-9][0-9]{0,7})")
 _RECENT: Final = timedelta(days=2)
 _DAY_SECONDS: Final = 86_400
 _OF_EACH_MESSAGE: Final = {"dedupe_key", "available_at", "expires_at"}
-_MOMENT: Final = timedelta(microseconds=1)
+MOMENT: Final = timedelta(microseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -76,7 +76,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         try:
-            ZoneInfo(self.timezone)
+            if self.timezone != "UTC":
+                ZoneInfo(self.timezone)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise RuleError(f"the time zone {self.timezone!r} is unknown") from None
         try:
@@ -117,13 +118,13 @@ class Rule:
         return (recent if len(recent) >= MOST_MISSED else self._between(since, now))[-MOST_MISSED:]
 
     def _between(self, since: datetime, now: datetime) -> list[datetime]:
-        return list(takewhile(lambda time: time <= now, self.after(since - _MOMENT)))
+        return list(takewhile(lambda time: time <= now, self.after(since - MOMENT)))
 
 
 def rule_of(rule: object, timezone: object) -> Rule:
     """Return the rule of a schedule in code. Raises `ArgumentError` with the name of the wrong argument."""
     text = rule.rule if isinstance(rule, Every) else rule
-    if not isinstance(text, str):
+    if not isinstance(text, str) or len(text) > 200:
         raise ArgumentError("rule", f"must be five fields of cron or Every(...), not {preview(rule)}")
     if not isinstance(timezone, str):
         raise ArgumentError("timezone", f"must be the name of a time zone, not {preview(timezone)}")
@@ -152,8 +153,12 @@ class Schedule:
             raise ArgumentError("missed", f"must be latest, all or none, not {preview(self.missed)}")
         if not 0 <= seconds_of(check_delay("jitter", self.jitter)) <= _DAY_SECONDS:
             raise ArgumentError("jitter", "must be from 0 to a day")
-        if self.until is not None and (self.until.tzinfo is None):
-            raise ArgumentError("until", f"must be a datetime with a time zone, not {preview(self.until)}")
+        until: object = self.until
+        if until is not None and not (
+            isinstance(until, datetime) and until.tzinfo is not None and 2000 <= until.year < 3000
+        ):
+            text = f"must be a datetime with a time zone, from the years 2000 to 2999, not {preview(until)}"
+            raise ArgumentError("until", text)
         if own := _OF_EACH_MESSAGE & self.options.keys():
             raise ArgumentError(min(own), "belongs to each message of the schedule; do not pass it")
 

@@ -1,4 +1,5 @@
--- Delete those of the messages that have this owner and this destination, if given, with all that belongs to them.
+-- Delete those of the messages that have this owner and this destination, if given, with all that belongs to them, and the
+-- schedules of this owner or to this destination.
 -- Returns for each id the same result as erase, or changed: it has another owner or destination. The keys of the
 -- messages are locked first: while they are, no message of these keys can be enqueued. The statements after that see
 -- every message of these keys, and only this transaction can need or free a key. A message whose key is locked by
@@ -34,6 +35,13 @@ DECLARE
     keys text[];
     act_count bigint;
 BEGIN
+    DELETE FROM pgoutbox.schedule AS s
+    WHERE NOT by_ids
+        AND (_erase.owner IS NULL OR s.message ->> 'owner' = _erase.owner)
+        AND (
+            _erase.destination IS NULL
+            OR s.message ->> 'destination' IN (_erase.destination, 'mailto:' || _erase.destination)
+        );
     WITH asked AS MATERIALIZED (
         SELECT m.id, m.topic, m.queue, m.coalesce_key, m.dedupe_key, m.ordering_key
         FROM pgoutbox.message AS m

@@ -9,11 +9,6 @@ LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-DELETE FROM pgoutbox.schedule AS s
-WHERE num_nonnulls(erase.owner, erase.destination) > 0
-    AND (erase.owner IS NULL OR s.message ->> 'owner' = erase.owner)
-    AND (erase.destination IS NULL OR s.message ->> 'destination' = erase.destination);
-
 SELECT e.id, e.result
 FROM pgoutbox._erase(
     erase.ids || ARRAY(

@@ -7,7 +7,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 BEGIN
     UPDATE pgoutbox.schedule AS s
-    SET paused_at = now(), next_at = NULL
+    SET paused_at = now(), next_at = NULL, problem = NULL, retry_at = NULL
     WHERE s.name = pause_schedule.name AND s.paused_at IS NULL;
     IF NOT FOUND THEN
         RETURN false;

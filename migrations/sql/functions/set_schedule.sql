@@ -27,7 +27,9 @@ BEGIN
         WHEN set_schedule.rule IS NULL THEN 'rule: must not be null'
         WHEN set_schedule.rule !~ '^(every [1-9][0-9]{0,7}|[0-9A-Za-z*,/#-]+( [0-9A-Za-z*,/#-]+){4})$'
             THEN 'rule: must be five fields of cron, or every and a number of seconds'
+        WHEN length(set_schedule.rule) > 200 THEN 'rule: must not be longer than 200 characters'
         WHEN set_schedule.message IS NULL THEN 'message: must not be null'
+        WHEN jsonb_typeof(set_schedule.message) <> 'object' THEN 'message: must be a JSON object, an item of enqueue_many'
         WHEN set_schedule.message ?| own_names THEN 'message: must not have dedupe_key, available_at or expires_at'
         WHEN set_schedule.timezone IS NULL THEN 'timezone: must not be null'
         WHEN (set_schedule.missed IN ('latest', 'all', 'none')) IS NOT TRUE THEN 'missed: must be latest, all or none'
@@ -39,7 +41,19 @@ BEGIN
     END, in_function => 'set_schedule');
     PERFORM now() AT TIME ZONE set_schedule.timezone; -- An unknown one is an error.
     PERFORM pgoutbox._raise_argument_error(pgoutbox._draft_error(d), in_function => 'set_schedule')
-    FROM unnest(pgoutbox._drafts(jsonb_build_array(set_schedule.message), 'message')) AS d;
+    FROM unnest(pgoutbox._drafts(
+        jsonb_build_array(
+            CASE
+                WHEN jsonb_typeof(coalesce(nullif(set_schedule.message -> 'headers', 'null'), '{}')) = 'object'
+                    -- Those that a tick adds.
+                    THEN set_schedule.message || jsonb_build_object('headers', coalesce(
+                        nullif(set_schedule.message -> 'headers', 'null'), '{}'
+                    ) || '{"schedule": "", "scheduled-for": ""}')
+                ELSE set_schedule.message
+            END
+        ),
+        'message'
+    )) AS d;
     INSERT INTO pgoutbox.schedule AS s (name, rule, message, timezone, missed, jitter, until_at, is_declared)
     VALUES (
         set_schedule.name, set_schedule.rule, set_schedule.message, set_schedule.timezone, set_schedule.missed,
@@ -54,8 +68,12 @@ BEGIN
         until_at = excluded.until_at,
         is_declared = excluded.is_declared,
         revision = s.revision + 1,
-        changed_at = now(),
+        changed_at = CASE
+            WHEN s.paused_at IS NULL AND s.ended_at IS NULL THEN least(now(), coalesce(s.next_at, s.changed_at))
+            ELSE now()
+        END,
         problem = NULL,
+        retry_at = NULL,
         ended_at = NULL,
         next_at = CASE
             WHEN (s.rule, s.timezone) = (excluded.rule, excluded.timezone) AND s.ended_at IS NULL THEN s.next_at

@@ -3,12 +3,14 @@
 -- A worker whose outbox knows schedules computes the next time. At that time one transaction enqueues the message and writes
 -- the time after it. Of many workers the first one does: the others find another time.
 CREATE TABLE pgoutbox.schedule (
-    next_at         timestamptz, -- The next time; null: a worker has to compute it.
+    next_at         timestamptz, -- The next time; null: a worker has to compute it, as the first one after changed_at.
+    retry_at        timestamptz, -- When a worker looks again at a schedule with a problem.
     last_at         timestamptz, -- The last time whose message was enqueued.
     last_message_id bigint, -- That message.
     until_at        timestamptz, -- No message is enqueued for a later time.
     paused_at       timestamptz, -- Start of the pause. Times in a pause pass.
-    changed_at      timestamptz   NOT NULL DEFAULT now(), -- The last change of the rule, or the end of the last pause.
+    -- The last change, or the end of the last pause; a time of the former rule that was due then.
+    changed_at      timestamptz   NOT NULL DEFAULT now(),
     ended_at        timestamptz, -- When a worker has found that no time is left.
     revision        integer       NOT NULL DEFAULT 1, -- Grows with each change: a worker may know an older rule.
     is_declared     boolean       NOT NULL DEFAULT false, -- Belongs to the code of workers: only those that have it use it.
@@ -20,7 +22,7 @@ CREATE TABLE pgoutbox.schedule (
     -- Times that passed while no worker ran: latest enqueues the last one, all each of them up to 100, none those of the last
     -- minute.
     missed          text          NOT NULL DEFAULT 'latest',
-    problem         text, -- Why no worker can compute its times; null: none.
+    problem         text, -- Why its last times could not be computed or enqueued; null: none.
     message         jsonb         NOT NULL, -- An item of enqueue_many, without its keys of one time.
     CONSTRAINT schedule_sound CHECK (
         length(name) <= 63
@@ -34,6 +36,6 @@ CREATE TABLE pgoutbox.schedule (
     )
 );
 
--- The next times.
-CREATE INDEX schedule_next ON pgoutbox.schedule (next_at NULLS FIRST)
-WHERE paused_at IS NULL AND ended_at IS NULL AND problem IS NULL;
+-- When to look at each.
+CREATE INDEX schedule_next ON pgoutbox.schedule (coalesce(retry_at, next_at) NULLS FIRST)
+WHERE paused_at IS NULL AND ended_at IS NULL;

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.util import find_spec
@@ -23,11 +25,13 @@ from pgoutbox.enqueue.validation import message_json
 from pgoutbox.errors import ArgumentError, ConfigurationError, MissingExtraError
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
-from pgoutbox.schedules import LATE_SECONDS, Rule, RuleError, Schedule
+from pgoutbox.schedules import LATE_SECONDS, MOMENT, Rule, RuleError, Schedule
 from pgoutbox.topics import Topic, name_of
 
 _LOOK_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 5.0
+_REFUSED_SECONDS: Final = 60.0
+_LOCKED_SECONDS: Final = 1.0
 
 
 class Declared(NamedTuple):
@@ -49,6 +53,9 @@ class _Found(NamedTuple):
     revision: int
     next_at: datetime | None
     until_at: datetime | None
+    changed_at: datetime
+    look_at: datetime | None
+    problem: str | None
     now: datetime
 
 
@@ -63,8 +70,10 @@ class Ticker:
         self._declared = declared
         self._wake = wake
         self._undeclared = list(declared)
-        self._troubles = set[str]()
+        self._declares_at = -math.inf
+        self._refused = dict[str, str]()  # Schedules that are not declared yet, and why.
         self._has_cron = _has_cron()
+        self._trouble: str | None = None
 
     async def keep_ticking(self) -> None:
         """Tick when a time has come, and look for new schedules twice a minute, until cancelled."""
@@ -82,62 +91,51 @@ class Ticker:
         try:
             seconds = await self._tick()
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
-            if not is_transient_error(error):  # The worker itself reports passing errors of its connection.
-                self._report_trouble(error)
+            reason = kind_of(error)
+            if reason != self._trouble and not is_transient_error(error):  # The worker reports passing ones itself.
+                self._trouble = reason
+                text = "schedules cannot be read, trying again"
+                self._telemetry.report(
+                    logging.ERROR, LogEvent.SCHEDULES_FAILED, text, reason=reason, detail=_text_of(error)
+                )
             return _RETRY_SECONDS
+        self._trouble = None
         return seconds
-
-    def _report_trouble(self, error: Exception, schedule: str | None = None) -> None:
-        """Report each kind of error once, until a tick succeeds."""
-        trouble = f"{schedule} {kind_of(error)}"
-        if trouble in self._troubles:
-            return
-        self._troubles.add(trouble)
-        text = "schedules cannot be read or enqueued, trying again"
-        hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
-        names = {} if schedule is None else {"schedule": schedule}
-        report = self._telemetry.report
-        report(logging.ERROR, LogEvent.SCHEDULES_FAILED, text, reason=kind_of(error), detail=hint, **names)
 
     async def _tick(self) -> float:
-        while self._undeclared:
-            one = self._undeclared[0]
-            values = {**one._asdict(), "rule": one.rule.text, "timezone": one.rule.timezone, "until_at": one.until}
-            await self._store.claims.fetch(sql.DECLARE_SCHEDULE, values)
-            del self._undeclared[0]
+        if self._undeclared and time.monotonic() >= self._declares_at:
+            self._undeclared = [one for one in self._undeclared if not await self._declare(one)]
+            self._declares_at = time.monotonic() + _REFUSED_SECONDS
         names = [one.name for one in self._declared]
         rows = await self._store.claims.fetch(sql.NEXT_SCHEDULES, {"declared": names})
-        is_refused = False
+        seconds = _LOOK_SECONDS
         for found in map(_Found._make, rows):
-            if found.next_at is not None and found.next_at > found.now:
-                seconds = min(_LOOK_SECONDS, (found.next_at - found.now).total_seconds())
-                break
-            try:
-                await self._tick_one(found)
-            except psycopg.Error as error:
-                if not is_refusal(error):
-                    raise
-                is_refused = True  # A trigger, for example. The others do not wait for it.
-                self._report_trouble(error, found.name)
-        else:
-            seconds = 0.0 if rows else _LOOK_SECONDS
-        if is_refused:
-            return _RETRY_SECONDS
-        self._troubles.clear()
+            if found.look_at is not None and found.look_at > found.now:
+                return min(seconds, (found.look_at - found.now).total_seconds())
+            # Each look writes a later time, unless another session has the schedule.
+            seconds = 0.0 if await self._look_at(found) else min(seconds, _LOCKED_SECONDS)
         return seconds
 
-    async def _tick_one(self, found: _Found) -> None:
+    async def _declare(self, one: Declared) -> bool:
+        values = {**one._asdict(), "rule": one.rule.text, "timezone": one.rule.timezone, "until_at": one.until}
+        try:
+            await self._store.claims.fetch(sql.DECLARE_SCHEDULE, values)
+        except psycopg.Error as error:
+            if not _is_of_one(error):
+                raise
+            self._report(one.name, _text_of(error), known=self._refused.get(one.name))
+            self._refused[one.name] = _text_of(error)
+            return False
+        return True
+
+    async def _look_at(self, found: _Found) -> bool:
+        """Enqueue the messages of a schedule that are due, and write its next time. Return False if it is in use."""
         try:
             rule = Rule(found.rule, found.timezone)
-            times = [] if found.next_at is None else _due_of(rule, found, found.next_at)
+            times = _due_of(rule, found)
             next_at = next(rule.after(found.now), None)
         except RuleError as error:
-            text = "a schedule is not served, change it"
-            report = self._telemetry.report
-            report(logging.ERROR, LogEvent.SCHEDULE_REFUSED, text, schedule=found.name, reason=str(error))
-            refusal = {"name": found.name, "revision": found.revision, "problem": str(error)}
-            await self._store.claims.fetch(sql.REFUSE_SCHEDULE, refusal)
-            return
+            return await self._refuse(found, str(error))
         if next_at is not None and found.until_at is not None and next_at > found.until_at:
             next_at = None
         tick = {
@@ -147,20 +145,51 @@ class Ticker:
             "times": times,
             "next_at": next_at,
         }
-        ((ids,),) = await self._store.claims.fetch(sql.TICK_SCHEDULE, tick)
+        try:
+            ((ids,),) = await self._store.claims.fetch(sql.TICK_SCHEDULE, tick)
+        except psycopg.Error as error:
+            if not _is_of_one(error):
+                raise
+            return await self._refuse(found, _text_of(error))
         if ids:
             self._wake()  # A session that listens itself hears nothing of its own enqueues.
+        return ids is not None
+
+    async def _refuse(self, found: _Found, problem: str) -> bool:
+        """Note the problem of a schedule: the others do not wait for it, and it is looked at again in a minute."""
+        self._report(found.name, problem, known=found.problem)
+        refusal = {"name": found.name, "revision": found.revision, "next_at": found.next_at, "problem": problem}
+        try:
+            await self._store.claims.fetch(sql.REFUSE_SCHEDULE, refusal)
+        except psycopg.Error as error:
+            if not _is_of_one(error):
+                raise
+            return False
+        return True
+
+    def _report(self, schedule: str, problem: str, *, known: str | None) -> None:
+        if problem != known:
+            text = "a schedule is not served, trying again"
+            self._telemetry.report(logging.ERROR, LogEvent.SCHEDULE_REFUSED, text, schedule=schedule, reason=problem)
 
 
 def _has_cron() -> bool:
     return find_spec("cronsim") is not None
 
 
-def _due_of(rule: Rule, found: _Found, since: datetime) -> list[datetime]:
-    """Return the times for which messages are to be enqueued now."""
-    times = rule.passed(since, found.now)
-    if found.until_at is not None:
-        times = [time for time in times if time <= found.until_at]
+def _is_of_one(error: psycopg.Error) -> bool:
+    """Whether the error belongs to one schedule, such as a trigger that refuses its message, or a lock."""
+    return is_refusal(error) or isinstance(error, (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled))
+
+
+def _text_of(error: Exception) -> str:
+    return (error.diag.message_primary if isinstance(error, psycopg.Error) else None) or str(error)
+
+
+def _due_of(rule: Rule, found: _Found) -> list[datetime]:
+    """Return the times for which messages are to be enqueued now. The first one comes after the last change."""
+    until = found.now if found.until_at is None else min(found.now, found.until_at)
+    times = rule.passed(found.next_at or found.changed_at + MOMENT, until)
     if found.missed == "none":
         times = [time for time in times if (found.now - time).total_seconds() <= LATE_SECONDS]
     return times if found.missed == "all" else times[-1:]
