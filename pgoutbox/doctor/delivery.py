@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from psycopg.rows import DictRow
@@ -303,7 +303,7 @@ def check_due(context: DoctorContext) -> Iterator[Finding]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
         if 0 < queue["paused"] * 2 <= queue["free"]:
             what = f"{what}, {queue['paused']} of them of paused topics: {join_names(queue['paused_topics'])}"
-        cause = _cause_of_limits(context, queue) or _cause_of_workers(context, queue, running, runs)
+        cause = _cause_of_limits(context, queue) or _cause_of_workers(context, queue, running, runs, late)
         about = {"queue": queue["queue"], **cause.about}
         found = replace(cause, what=f"{what}: {cause.what}", about=about, messages=_count_of(queue))
         if found.code == "due-without-worker":
@@ -419,7 +419,9 @@ def _cause_of_limits(context: DoctorContext, queue: DictRow) -> Finding | None:
     return None
 
 
-def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[DictRow], runs: list[DictRow]) -> Finding:
+def _cause_of_workers(
+    context: DoctorContext, queue: DictRow, running: list[DictRow], runs: list[DictRow], late: Collection[str]
+) -> Finding:
     """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
     name = queue["queue"]
     serving = [worker for worker in (*running, *runs) if name in worker["queues"]]
@@ -456,6 +458,16 @@ def _cause_of_workers(context: DoctorContext, queue: DictRow, running: list[Dict
         )
     if not running:
         return _without_worker(name)
+    earlier = [[one for one in worker["queues"][: worker["queues"].index(name)] if one in late] for worker in serving]
+    if all(earlier):
+        others = sorted({one for few in earlier for one in few})
+        return problem(
+            "due-behind-queues",
+            f"the workers of this queue deliver others first: {join_names(others)}",
+            "queues without weights have a strict order: the later ones wait while the first ones have due messages",
+            f"give the queues weights, such as --queue {earlier[0][0]}:4 --queue {name}:1, or start a worker for it: "
+            f"pgoutbox worker --queue {name}",
+        )
     return problem(
         "due-unclaimed",
         "a worker is running and does not claim them",
@@ -486,6 +498,25 @@ def check_breakers(context: DoctorContext) -> Iterator[Finding]:
             breaker=breaker["key"],
         )
     yield ok("breakers-closed", "no circuit breaker is open")
+
+
+def check_receivers(context: DoctorContext) -> Iterator[Finding]:
+    """Find receivers that answer so slowly that their messages are postponed."""
+    seconds = context.limits.late_seconds
+    for row in context.ask(sql.STALLED, _everywhere(context) | {"seconds": seconds}):
+        count = _count_of(row)
+        yield warning(
+            "receiver-stalled",
+            f"{one_line(row['key'])} answers so slowly that {count} {'waits' if count.messages == 1 else 'wait'}, the "
+            f"first for {duration(row['oldest_seconds'])}",
+            "all sends that it may have at once wait for its answer; the other messages to it are postponed for some "
+            "seconds, again and again",
+            "let the receiver answer at once and work later, or shorten the timeout of the handler; the messages: "
+            f"pgoutbox list --queue {row['queue']}",
+            messages=count,
+            queue=row["queue"],
+        )
+    yield ok("receivers-answer", f"no message has waited for a slow receiver for more than {duration(seconds)}")
 
 
 def _repair(breaker: str) -> str:

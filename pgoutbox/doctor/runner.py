@@ -49,13 +49,14 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "due": delivery.check_due,
     "undelivered": delivery.check_undelivered,
     "breakers": delivery.check_breakers,
+    "receivers": delivery.check_receivers,
     "schedules": delivery.check_schedules,
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
     "destinations": delivery.check_destinations,
 }
 
-_DELIVERY_CHECKS: Final = ("workers", "due", "undelivered", "breakers", "redirect", "failed")
+_DELIVERY_CHECKS: Final = ("workers", "due", "undelivered", "breakers", "receivers", "redirect", "failed")
 FINDING_PROBLEMS: Final = ("due", "redirect")
 """The checks of delivery that find problems. The others find only warnings."""
 

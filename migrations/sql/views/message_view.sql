@@ -44,6 +44,7 @@ SELECT
     pgoutbox._redacted_text(m.last_error) AS last_error,
     pgoutbox._redacted_text(pgoutbox._cause_of(m.last_error)) AS cause,
     m.attempts #>> '{-1,error_place}' AS error_place,
+    m.attempts #>> '{-1,reason_code}' AS reason_code,
     m.attempts #>> '{-1,breaker_key}' AS breaker_key,
     pgoutbox._redacted_json(m.headers) AS headers,
     pgoutbox._redacted_json(m.payload) AS payload

@@ -1,7 +1,7 @@
 -- The pending messages of the queue `l` that fall due before `l.until_at`: the `l.rows` of each part that are due first. The
 -- parts are the lanes of a claim, fresh messages, retries and those with an ordering key, and each has its own index. With
--- `has_failed` an attempt has failed: snoozes, releases and postponements raise both numbers. `breaker_key` is that of the
--- last attempt.
+-- `has_failed` an attempt has failed: snoozes, releases and postponements raise both numbers. `breaker_key` and
+-- `reason_code` are those of the last attempt.
 (
     SELECT lane.number AS part, found.*
     FROM (VALUES (0), (1)) AS lane(number)
@@ -15,7 +15,9 @@
             m.attempt_count,
             m.available_at,
             m.attempt_count + m.attempt_budget > m.max_attempts AS has_failed,
-            m.breaker_key
+            m.breaker_key,
+            m.reason_code,
+            m.first_attempt_at
         FROM pgoutbox.message_view AS m
         WHERE m.queue = l.queue AND m.lane = lane.number AND m.state = 'pending' AND m.ordering_key IS NULL
             AND m.available_at < l.until_at
@@ -34,7 +36,9 @@ UNION ALL
         m.attempt_count,
         m.available_at,
         m.attempt_count + m.attempt_budget > m.max_attempts,
-        m.breaker_key
+        m.breaker_key,
+        m.reason_code,
+        m.first_attempt_at
     FROM pgoutbox.message_view AS m
     WHERE m.queue = l.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
         AND m.available_at < l.until_at

@@ -13,7 +13,8 @@ WITH holds AS MATERIALIZED (
         SELECT
             late.queue,
             now() - make_interval(secs => %(seconds)s::float8) AS until_at,
-            %(rows)s::bigint / count(*) OVER () AS rows
+            -- At most a tenth, so that the numbers of the others do not grow when one of a few queues is repaired.
+            least(%(rows)s::bigint / 10, %(rows)s::bigint / count(*) OVER ()) AS rows
         FROM unnest(%(names)s::text[]) AS late(queue)
     ) AS l
     CROSS JOIN LATERAL (
