@@ -19,6 +19,7 @@ import typer
 from cryptography.fernet import Fernet
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.types.json import Jsonb
 from pydantic import SecretStr
 
 from pgoutbox import Outbox, Topic, migrate
@@ -605,7 +606,7 @@ def test_the_worker_role_can_run_every_backlog_check(
 
 
 OWED: Final = {
-    "retention", "handlers", "leases", "encryption", "due", "breakers", "schedules", "failed", "destinations",
+    "retention", "handlers", "leases", "encryption", "due", "breakers", "receivers", "schedules", "failed", "destinations",
 }  # fmt: skip
 
 
@@ -619,6 +620,8 @@ def troubled(db: psycopg.Connection) -> Outbox:
         db.execute(f"INSERT INTO pgoutbox.queue (name) VALUES ('{queue}')".encode())
         db.execute(f"UPDATE pgoutbox.queue SET {control} WHERE name = '{queue}'".encode())
     put(db, State.SENDING, queue="full")
+    stalled = """[{"reason_code": "stalled", "breaker_key": "http:slow", "started_at": "2026-01-01"}]"""
+    db.execute("UPDATE pgoutbox.message SET attempts = %s::jsonb WHERE id = %s", [stalled, enqueue(db, queue="slow")])
     for _ in range(20):
         put(db, State.SENT)
         put(db, State.FAILED)
@@ -954,6 +957,38 @@ def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Co
     )
 
 
+def test_a_receiver_that_answers_too_slowly_is_named(dsn: str, db: psycopg.Connection) -> None:
+    for reason, key, minutes in (
+        ("stalled", "http:slow", 5),
+        ("stalled", "http:slow", 3),
+        ("circuit_open", "smtp:mx", 5),
+    ):
+        last = {
+            "attempt_count": 9,
+            "times": 9,
+            "outcome": "snoozed",
+            "worker": "w",
+            "error": "answers none of the 15 sends in flight",
+            "reason_code": reason,
+            "breaker_key": key,
+        }
+        db.execute(
+            """
+            UPDATE pgoutbox.message
+            SET attempt_count = 9, max_attempts = 20, lane = 1, available_at = now() + interval '3 s',
+                attempts = jsonb_build_array(%s || jsonb_build_object(
+                    'started_at', now() - make_interval(mins => %s), 'ended_at', now()
+                ))
+            WHERE id = %s
+            """,
+            [Jsonb(last), minutes, enqueue(db, queue="hooks")],
+        )
+    facts = "http:slow answers so slowly that 2 messages wait, the first for 5 min"
+    expect(found(dsn, "receivers"), Level.WARNING, "receiver-stalled", facts, "pgoutbox list --queue hooks")
+    db.execute("UPDATE pgoutbox.message SET attempts = jsonb_set(attempts, '{0,started_at}', to_jsonb(now()))")
+    expect(found(dsn, "receivers"), Level.OK, "receivers-answer")
+
+
 @pytest.mark.slow
 def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
@@ -1159,6 +1194,20 @@ class TestDue:
         report(db, "b", ["bulk"], ["greet"])
         expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed")
 
+    def test_a_queue_behind_others_in_a_strict_order_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        report(db, "a", ["mail", "bulk"], ["greet"])
+        enqueue(db, queue="bulk")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed")
+        enqueue(db, queue="mail")
+        db.execute(HOUR_AGO)
+        others = [one for one in found(dsn, "due") if one.about["queue"] == "bulk"]
+        expect(
+            others, Level.PROBLEM, "due-behind-queues", "deliver others first: mail", "--queue mail:4 --queue bulk:1"
+        )
+        report(db, "b", ["bulk", "mail"], ["greet"])
+        assert {one.code for one in found(dsn, "due")} == {"due-unclaimed"}
+
     @pytest.mark.slow
     def test_a_topic_that_no_worker_of_the_queue_handles_is_named(
         self, dsn: str, db: psycopg.Connection, handled: Outbox
@@ -1214,7 +1263,7 @@ class TestDue:
             "due-without-handler",
         ]  # fmt: skip
         assert readings[0] == readings[1]
-        assert any("at least 1,666 messages due" in note.what for note in notes)
+        assert any("at least 1,000 messages due" in note.what for note in notes)
         assert any("queue mail: 30 messages due" in note.what for note in notes)
 
     def test_a_cap_is_noticed_in_each_lane(self, dsn: str, db: psycopg.Connection) -> None:
