@@ -277,6 +277,9 @@ def _print_preview(operator: Operator, options: BulkOptions, action: ActName, wh
         return
     matches = f"{_MAX_COUNT:,} or more messages" if count == _MAX_COUNT else pluralize(count, "message")
     would = f"would {action} {matches}"
+    if not count and which.error_group is not None:
+        print_line(f"{would}: no failed message has the cause {which.error_group}; pgoutbox failures shows the groups")
+        return
     print_line(f"{would}; the newest:")
     print_messages(first)
     if count:

@@ -63,8 +63,9 @@ _TEXT_WIDTH: Final = 20
 # The columns that a narrow terminal leaves out, in this order. --json has them all.
 _SPARE: Final = (
     "address", "connected_at", "ended_at", "seen_at", "lease_expires_at", "oldest_claimed_at", "ended_per_second",
-    "available", "created", "first_at", "last_at", "newest_id", "error", "place", "worker", "started_at", "breaker_key",
-    "cancelled", "skipped", "scheduled", "queue", "attempts", "destination", "size_bytes",
+    "available", "created", "first_at", "last_at", "newest_id", "error", "place", "failed_again", "hour_before",
+    "last_hour", "worker", "started_at", "breaker_key", "cancelled", "skipped", "scheduled", "queue", "attempts",
+    "destination", "size_bytes",
 )  # fmt: skip
 # Matches up to the next part of the error, the next error of a chain, or the end.
 _DETAIL: Final = re.compile(

@@ -174,7 +174,11 @@ async def stop_bulk(request: Request) -> Response:
 
 
 async def _act(request: Request, do: Callable[[Operator], _T]) -> _T:
-    return await dashboard_of(request).database.act(viewer_of(request), do)
+    dashboard = dashboard_of(request)
+    try:
+        return await dashboard.database.act(viewer_of(request), do)
+    finally:
+        dashboard.forget()  # The next page shows what it has changed.
 
 
 async def _act_on_message(request: Request, do: Callable[[Operator, int], MessageResult]) -> Response:
@@ -195,5 +199,4 @@ def _to(request: Request, page: str, parameters: Mapping[str, str], part: str = 
 
 
 def _to_redirect(request: Request, done: str) -> Response:
-    dashboard_of(request).forget()
     return _to(request, "queues", {"done": done}, "#redirect")

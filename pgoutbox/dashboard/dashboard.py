@@ -205,17 +205,17 @@ class Dashboard:
 
     def _kept(self, name: str, seconds: float, load: Callable[[], _T], *, keeps: bool = True) -> _T:
         """Return the value that was loaded under this name in the last `seconds`, or load it now."""
-        asked_at = time.monotonic()
-        read_at, found = self._known.get(name, (-math.inf, None))
+        asked_at, known = time.monotonic(), self._known
+        read_at, found = known.get(name, (-math.inf, None))
         if asked_at - read_at > seconds:
             found = load()
             if keeps:
-                self._known[name] = asked_at, found
+                known[name] = asked_at, found  # An act meanwhile has replaced it.
         return cast("_T", found)
 
     def forget(self) -> None:
         """Drop the cached data."""
-        self._known.clear()
+        self._known = {}
 
     def close(self) -> None:
         """Stop bulk actions and close idle connections. Committed changes remain."""

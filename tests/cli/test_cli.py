@@ -31,6 +31,7 @@ from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.operations import Operator
 from pgoutbox.operations.acts import ACTS, ActName
 from pgoutbox.settings import SECRET_VARIABLES, load_settings, secret_values
 from tests.support.command_line import Done, run_on_terminal, run_process
@@ -174,6 +175,9 @@ class TestOnTerminal:
         assert max(map(len, lines)) <= 80
         assert any(re.search(rf"(^| ){re.escape(topic)}( |$)", line) for line in lines)
         assert any("failed" in line.split() or "1" in line.split() for line in lines)
+        if command == ["failures"]:
+            (group,) = Operator(database).list_failures()
+            assert any(group.group in line.split() for line in lines), "it is an argument of other commands"
 
     @pytest.mark.slow
     def test_only_a_terminal_cuts_a_reason_and_it_names_the_command_that_shows_all(

@@ -183,6 +183,8 @@ def test_a_group_is_redriven_or_dismissed_alone(connect: Connect, cli: Callable[
         fail(db, "user 1 is gone", "user 2 is gone", "KeyError: 'name'")
         groups = {group.cause: group.group for group in Operator(db).list_failures()}
         assert cli("dismiss", "--group", groups["user # is gone"], "--reason", "gone", "--yes").exit_code == 0
+        cut = cli("redrive", "--group", groups["KeyError: 'name'"][:10], "--dry-run")
+        assert "no failed message has the cause" in cut.out
         assert cli("redrive", "--group", groups["KeyError: 'name'"], "--yes").exit_code == 0
         rows = db.execute("SELECT state, last_error FROM pgoutbox.message ORDER BY id").fetchall()
     assert [state for state, _ in rows] == ["skipped", "skipped", "pending"]

@@ -460,6 +460,8 @@ from pgoutbox.errors import ConfigurationError
 
 schedule = outbox.schedule_task
 raises(ConfigurationError, "'members.tasks.answer': too many positional", schedule, t.answer, "0 7 * * *", args=[1])
+raises(ConfigurationError, "must get a task of Django", schedule, raises, "0 7 * * *")
+raises(ConfigurationError, "args: must be a list or a tuple", schedule, t.noop, "0 7 * * *", args="news")
 raises(ConfigurationError, "Unsupported type", schedule, t.noop, "0 7 * * *", args=[object()])
 raises(ConfigurationError, "schedule 'seven': rule", schedule, t.noop, "seven", name="seven")
 with override_settings(TASKS={{"default": {{"BACKEND": "{MODULE}.backends.dummy.DummyBackend"}}}}):

@@ -1096,8 +1096,10 @@ def test_a_paused_topic_is_resumed_from_the_first_screen(site: Site, db: psycopg
     (form,) = [form for form in get(site.ada, "/").forms if "/topics/" in form.action]
     assert form.action == "/topics/mail.digest/resume"
     assert "Cancel…" not in get(site.ada, "/").words
+    assert "of paused topics" in get(site.ada, "/").words
     page = Page(site.ada.post(form.action, data=form.fields, follow_redirects=True).text)
     assert "The topic is resumed." in page.words
+    assert "of paused topics" not in get(site.ada, "/").words, "what was read before the act is not shown after it"
 
 
 def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: Site, db: psycopg.Connection) -> None:

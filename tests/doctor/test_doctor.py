@@ -606,7 +606,8 @@ def test_the_worker_role_can_run_every_backlog_check(
 
 
 OWED: Final = {
-    "retention", "handlers", "leases", "encryption", "due", "breakers", "receivers", "schedules", "failed", "destinations",
+    "retention", "handlers", "leases", "encryption", "due", "breakers", "receivers", "schedules", "failed",
+    "destinations",
 }  # fmt: skip
 
 

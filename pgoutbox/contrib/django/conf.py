@@ -31,6 +31,7 @@ from pgoutbox.settings import (
     variable_of,
     with_present_names,
 )
+from pgoutbox.text import preview
 
 DATABASE: Final = "DATABASE"
 DELIVER_WITH: Final = "DELIVER_WITH"
@@ -79,7 +80,11 @@ class ProjectOutbox(Outbox):
         The time zone is `TIME_ZONE` of the settings, and the name that of the function with its module. Raises
         `ConfigurationError` for a mistake.
         """
+        if not hasattr(task, "get_backend"):
+            raise ConfigurationError(f"schedule_task: must get a task of Django, not {preview(task)}")
         name = name or str(task.module_path)
+        if isinstance(args, (str, bytes, Mapping)):
+            raise ConfigurationError(f"schedule {name!r}: args: must be a list or a tuple, not {preview(args)}")
         call = (tuple(args), dict(kwargs or {}))
         backend = task.get_backend()
         if not hasattr(backend, "scheduled"):
