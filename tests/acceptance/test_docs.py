@@ -27,6 +27,7 @@ import typer.main
 import pgoutbox
 from pgoutbox import EditResult, Outbox, Producer, Topic
 from pgoutbox.cli.commands import app
+from pgoutbox.contrib.django.conf import ProjectOutbox
 from pgoutbox.database import sql
 from pgoutbox.kernel import statements
 from pgoutbox.message import AttemptOutcome, State
@@ -192,7 +193,8 @@ def test_python_blocks_use_existing_names_and_arguments(block: Block) -> None:
     wrong = []
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OUTBOXES:
-            thing = OUTBOXES[node.value.id]
+            is_project = node.value.id == "outbox" and "pgoutbox.contrib.django" in block.text
+            thing = ProjectOutbox if is_project else OUTBOXES[node.value.id]
             if not hasattr(thing, node.attr) and node.attr not in inspect.get_annotations(thing) | {"deliveries": 0}:
                 wrong.append(f"{node.value.id}.{node.attr}")
         if isinstance(node, ast.Call) and (function := called(node)) is not None:

@@ -17,6 +17,7 @@ import pytest
 
 import pgoutbox
 from pgoutbox import Context, Message, Outbox, Producer
+from pgoutbox.contrib.django.conf import ProjectOutbox
 from pgoutbox.operations import Operator
 from pgoutbox.settings import Settings
 from pgoutbox.testing import OutboxDriver
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 PAGES: Final = [page for page in WRITTEN if "decisions" not in page.parts]
 OBJECTS: Final = {
-    "outbox": Outbox, "Outbox": Outbox, "driver": OutboxDriver, "operator": Operator, "settings": Settings,
+    "outbox": ProjectOutbox, "Outbox": Outbox, "driver": OutboxDriver, "operator": Operator, "settings": Settings,
     "message": Message, "ctx": Context,
 }  # fmt: skip
 FOLDERS: Final = [ROOT, ROOT / "pgoutbox", ROOT / "migrations/sql", ROOT / "examples", ROOT / "docs", ROOT / "tests"]
