@@ -126,7 +126,7 @@ def supersede_itself(message: Message, ctx: SyncContext) -> None:
         seen.append("not reached")
 
 
-@outbox.handler("slow", timeout=0.1, retry=RetryPolicy.steps(60, max_attempts=2))
+@outbox.handler("slow", timeout=2, retry=RetryPolicy.steps(60, max_attempts=2))
 async def be_slow(message: Message, ctx: Context) -> None:
     if message.attempt_count == 1:
         await asyncio.Event().wait()
