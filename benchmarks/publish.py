@@ -78,16 +78,16 @@ def publish(results: Results, page: Path, template: str) -> list[Path]:
         (is_text, list(part))
         for is_text, part in itertools.groupby(template.splitlines(), key=lambda line: bool(line) and "{{" not in line)
     ]
-    kept = [not is_text and _is_unmeasured(part, results) for is_text, part in parts]
-    if any(kept):  # Most tables are of the former run, and so are the facts of the machine.
-        kept = [not is_text and not _scenarios_of(part) & results["scenarios"].keys() for is_text, part in parts]
-    former = _former(page, parts) if page.exists() and any(kept) else {}
+    measured = results["scenarios"].keys()
+    asked = set[str]().union(*(_scenarios_of(part) for _, part in parts))
+    # If most tables are of a former run, so are the facts of the machine.
+    former = _former(page, parts) if page.exists() and not asked <= measured else {}
     lines: list[str] = []
-    for number_of, (is_text, part) in enumerate(parts):
+    for place, (is_text, part) in enumerate(parts):
         if is_text:
             lines += part
-        elif kept[number_of] and former:
-            lines += former[number_of]
+        elif place in former and not _scenarios_of(part) & measured:
+            lines += former[place]
         else:
             _render(part, results, images, lines)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -106,20 +106,16 @@ def _scenarios_of(part: Sequence[str]) -> set[str]:
     return {arguments[0] for arguments in calls if arguments}
 
 
-def _is_unmeasured(part: Sequence[str], results: Results) -> bool:
-    return bool(names := _scenarios_of(part)) and not names & results["scenarios"].keys()
-
-
 def _former(page: Path, parts: Sequence[tuple[bool, list[str]]]) -> dict[int, list[str]]:
-    """Return what the page has in place of the placeholders of each part."""
+    """Return the lines of the page in place of the placeholders, by the place of their part."""
     pattern = "".join(
         "".join(f"{re.escape(line)}\n" for line in part) if is_text else "((?:.*\n)*?)" for is_text, part in parts
     )
     match = re.fullmatch(pattern, page.read_text(encoding="utf-8"))
     if match is None:
         raise TemplateError(f"{page} has other texts than the template: measure all scenarios, or give it these texts")
-    numbers = [number_of for number_of, (is_text, _) in enumerate(parts) if not is_text]
-    return {number_of: text.splitlines() for number_of, text in zip(numbers, match.groups(), strict=True)}
+    places = [place for place, (is_text, _) in enumerate(parts) if not is_text]
+    return {place: text.splitlines() for place, text in zip(places, match.groups(), strict=True)}
 
 
 def _render(part: Sequence[str], results: Results, images: dict[str, str], lines: list[str]) -> None:

@@ -1099,7 +1099,7 @@ def test_a_paused_topic_is_resumed_from_the_first_screen(site: Site, db: psycopg
     assert "of paused topics" in get(site.ada, "/").words
     page = Page(site.ada.post(form.action, data=form.fields, follow_redirects=True).text)
     assert "The topic is resumed." in page.words
-    assert "of paused topics" not in get(site.ada, "/").words, "what was read before the act is not shown after it"
+    assert "of paused topics" not in get(site.ada, "/").words, "no finding from before the act is shown after it"
 
 
 def test_the_pages_of_topics_have_the_rate_and_the_times_of_sent_messages(site: Site, db: psycopg.Connection) -> None:
@@ -2904,7 +2904,7 @@ def test_each_queue_and_topic_has_a_line_of_its_depth(
     points = get(site.vera, "/topics?topic=mail.bulk").values("polyline", "points")[0] or ""
     heights = [5 - float(point.split(",")[1]) for point in points.split()]
     assert [height for height, _ in itertools.groupby(heights)] == [1, 4, 5, 1]
-    # What is pending again was never gone.
+    # A failed message that is pending again counts as live all the time.
     Operator(db).redrive(failed)
     assert "2 live now, at most 5 in the last hour" in lines_of(get(reloaded(site).vera, "/topics?topic=mail.bulk"))
     # Of a depth that is counted up to a cap, the line shows the changes.
