@@ -131,6 +131,20 @@ def _not_kept(connection: Connection, count: int) -> None:
     _enqueue(connection, count)
 
 
+def _scheduled(connection: Connection, count: int) -> None:
+    """Write schedules that are due, each with one message."""
+    connection.execute(
+        """
+        SELECT pgoutbox.set_schedule('s' || n, 'every 90000000', '{"topic": "budget.plain", "payload": 1}')
+        FROM generate_series(1, %s) AS n
+        """,
+        [count],
+    )
+    connection.execute(
+        "UPDATE pgoutbox.schedule SET next_at = date_bin('90000000 s', now(), '1970-01-01 00:00Z')"  # Its last time.
+    )
+
+
 def _produced(**keys: str) -> Fill:
     return lambda connection, count: _one_by_one(connection, count, **keys)
 
@@ -158,7 +172,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "slow handlers, 4 slots": Kind(_filled("budget.slow"), (300, 1200), {"concurrency": "4"}, share=2.5),
     "synchronous handlers": Kind(_filled("budget.sync"), (1000, 8000), {}, share=1.3),
     "contents": Kind(_filled("budget.content"), (500, 4000), {}, share=1.1),
-    "webhooks": Kind(_filled("budget.webhook"), (200, 1600), _WEBHOOK, receiver="http", share=1.2, trips_share=2.5),
+    "webhooks": Kind(_filled("budget.webhook"), (200, 1600), _WEBHOOK, receiver="http", share=1.2, trips_share=1.6),
     "e-mails": Kind(
         _filled("budget.email", destination="mailto:ann@host"), (200, 1600), _SMTP, receiver="smtp", share=1.2
     ),
@@ -171,6 +185,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "transactional batches of 20": Kind(
         partial(_with_sessions, slots=50, topic="budget.batch"), (200, 1600), {}, share=1.1
     ),
+    "schedules": Kind(_scheduled, (50, 200), {}, share=1.1),
     "single messages": Kind(_produced(), (50, 200), {}, is_paced=True, share=1.2),
     "enqueue": Kind(_produced(), (200, 1600)),
     "enqueue, coalesce key": Kind(_produced(coalesce_key="k"), (200, 1600)),
