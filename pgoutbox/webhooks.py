@@ -44,7 +44,9 @@ def verify(
 
         webhook_id = verify(await request.body(), request.headers, settings.webhook_secret)
     """
-    keys = _keys(secrets)
+    keys = keys_of("secrets", [secrets] if isinstance(secrets, str | SecretStr) else secrets)
+    if not keys:
+        raise ConfigurationError("secrets: none is given")
     given = {name.lower(): value for name, value in headers.items()}
     webhook_id, timestamp, signatures = (
         _header(given, name) for name in ("webhook-id", "webhook-timestamp", "webhook-signature")
@@ -94,16 +96,14 @@ def key_of(secret: Secret) -> bytes:
     return key
 
 
-def _keys(secrets: Secret | Sequence[Secret]) -> list[bytes]:
-    given = [secrets] if isinstance(secrets, str | SecretStr) else list(secrets)
-    if not given:
-        raise ConfigurationError("secrets: none is given")
+def keys_of(field: str, secrets: Sequence[Secret]) -> Sequence[bytes]:
+    """Return the keys of the secrets. Raises `ConfigurationError`, naming the field and the number of a wrong one."""
     keys = []
-    for index, secret in enumerate(given):
+    for index, secret in enumerate(secrets):
         try:
             keys.append(key_of(secret))
         except ValueError as error:
-            raise ConfigurationError(f"secrets[{index}]: {error}") from None
+            raise ConfigurationError(f"{field}[{index}]: {error}") from None
     return keys
 
 

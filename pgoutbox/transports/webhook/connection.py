@@ -81,9 +81,7 @@ class Connection(asyncio.Protocol):
 
     def is_silent(self) -> bool:
         """Whether this idle connection is open. Data before a request is not an answer to it, but an end."""
-        if self._transport.is_closing():
-            return False
-        return not self._poll.poll(0)
+        return not self._transport.is_closing() and not self._poll.poll(0)
 
     def end_exchange(self) -> bool:
         """Return whether another request can follow."""
@@ -151,12 +149,11 @@ class Connection(asyncio.Protocol):
         if self._until is not None:
             self._until.cancel()
             self._until = None
-        if self._answer is None or self._answer.ended.done():
-            return
-        if error is None:
-            self._answer.ended.set_result(None)
-        else:
-            self._answer.ended.set_exception(error)
+        if self._answer is not None and not self._answer.ended.done():
+            if error is None:
+                self._answer.ended.set_result(None)
+            else:
+                self._answer.ended.set_exception(error)
 
 
 def status_of_plain_success(data: bytes) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import JsonValue
@@ -18,7 +18,7 @@ from pgoutbox.text import NAME
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.checks import encode_json, refuse_characters, require_text
 from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy, parse_networks, parse_ports
-from pgoutbox.webhooks import Secret, key_of, sign
+from pgoutbox.webhooks import Secret, key_of, keys_of, sign
 
 if TYPE_CHECKING:
     from pgoutbox.settings import WebhookSettings
@@ -119,12 +119,6 @@ class RenderedRequest:
     webhook_id: str
     keys: Sequence[bytes] = field(repr=False)
 
-    def with_headers(self, headers: Mapping[str, str]) -> RenderedRequest:
-        """Return the request with these headers added, except those that it already has."""
-        names = {name.lower() for name, _ in self.headers}
-        added = [(name.encode(), text.encode()) for name, text in headers.items() if name.encode() not in names]
-        return replace(self, headers=[*self.headers, *added])
-
     def signed_headers(self, timestamp: int) -> Headers:
         """Return all headers, signed for this second."""
         if not self.keys:
@@ -143,8 +137,12 @@ class RenderedRequest:
         return b"".join((*lines, b"\r\n", self.body))
 
 
-def render(webhook: Webhook, message: Message[object], rules: Rules) -> RenderedRequest:
+def render(
+    webhook: Webhook, message: Message[object], rules: Rules, context: Mapping[str, str] | None = None
+) -> RenderedRequest:
     """Return the request that would be sent for this message; resolves and connects to nothing.
+
+    `context` are headers to add, except those that the webhook has.
 
     Raises `Permanent`, naming the field, for an invalid request. A secret that is missing in the settings is
     `Transient`, because a setting fixes it.
@@ -168,7 +166,7 @@ def render(webhook: Webhook, message: Message[object], rules: Rules) -> Rendered
             (b"Content-Length", str(len(body)).encode()),
             (b"Accept-Encoding", b"identity"),
             (b"Idempotency-Key", webhook_id.encode()),
-            *_own_headers(webhook.headers),
+            *_own_headers(webhook.headers, {"User-Agent": "pgoutbox", **(context or {})}),
         ],
         body=body,
         webhook_id=webhook_id,
@@ -193,7 +191,7 @@ def _media_type(webhook: Webhook) -> bytes:
     return text.encode()
 
 
-def _own_headers(headers: Mapping[str, str]) -> Headers:
+def _own_headers(headers: Mapping[str, str], defaults: Mapping[str, str]) -> Headers:
     if len(headers) > MAX_HEADER_COUNT:
         raise Permanent(f"webhook.headers: {len(headers)} are more than {MAX_HEADER_COUNT}")
     found: dict[str, tuple[bytes, bytes]] = {}
@@ -207,8 +205,8 @@ def _own_headers(headers: Mapping[str, str]) -> Headers:
         if lower in found:
             raise Permanent(f"{where}: is given twice")
         found[lower] = (name.encode(), _checked(where, value).encode())
-    if "user-agent" not in found:
-        found["user-agent"] = (b"User-Agent", b"pgoutbox")
+    for name, value in defaults.items():
+        found.setdefault(name.lower(), (name.encode(), value.encode()))
     return list(found.values())
 
 
@@ -246,10 +244,7 @@ def _given_keys(webhook: Webhook) -> Sequence[bytes]:
         raise Permanent("webhook.secrets: are given, and webhook.secret_name too")
     if isinstance(webhook.secrets, str) or not isinstance(webhook.secrets, Sequence):
         raise Permanent("webhook.secrets: must be a sequence of secrets")
-    keys = []
-    for index, secret in enumerate(webhook.secrets):
-        try:
-            keys.append(key_of(secret))
-        except ValueError as error:
-            raise Permanent(f"webhook.secrets[{index}]: {error}") from None
-    return keys
+    try:
+        return keys_of("webhook.secrets", webhook.secrets)
+    except ConfigurationError as error:
+        raise Permanent(str(error)) from None

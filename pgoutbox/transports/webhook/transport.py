@@ -46,8 +46,6 @@ _MAX_DIALLED_ADDRESSES = 4
 _MIN_HIDDEN_LENGTH = 6
 _KNOWN_TO_ALL = frozenset({b"host", b"content-type", b"content-length", b"accept-encoding", b"idempotency-key"})
 _STATUS_TEXTS = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
-_UNAUTHORIZED = 401
-_FORBIDDEN = 403
 _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 _HOST_STATUSES = frozenset({502, 503, 504})
 
@@ -94,9 +92,8 @@ class WebhookTransport:
         if not isinstance(content, Webhook):
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
         try:
-            request = render(content, message, self._rules)
-            if self._settings.trace_context:
-                request = request.with_headers(current_context())
+            context = current_context() if self._settings.trace_context else None
+            request = render(content, message, self._rules, context)
             async with self._slots:
                 answer = await self._exchange(request)
         except (Permanent, SendFailure, Unavailable) as outcome:
@@ -137,22 +134,16 @@ class WebhookTransport:
                 text = _reason(error) or f"no connection within {self._connect_seconds:g} s"
                 raise SendFailure(f"connect: {one_line(text)}", outage=True) from None
             if answer.status is None:
-                text = self._unknown(error)
+                texts = {  # Those of the libraries would quote the receiver's data.
+                    EOFError: "the connection was closed without an answer, or the answer is not HTTP",
+                    TimeoutError: f"no answer within {self._settings.timeout_seconds:g} s",
+                }
+                text = texts.get(type(error), "the connection was lost")
                 raise SendFailure(f"outcome unknown: {text}", outage=True, unknown=True) from None
         finally:
             if connection is not None:
                 self._keep_or_close(connection)
         return answer
-
-    def _unknown(self, error: Exception) -> str:
-        """Return the reason why there is no answer. The texts of the libraries would quote the receiver's data."""
-        match error:
-            case EOFError():
-                return "the connection was closed without an answer, or the answer is not HTTP"
-            case TimeoutError():
-                return f"no answer within {self._settings.timeout_seconds:g} s"
-            case _:
-                return "the connection was lost"
 
     async def _ready_connection(self, endpoint: Endpoint, now: float, until: float) -> Connection:
         """Return a connection that has passed the gate. One that died while it was idle is replaced.
@@ -250,13 +241,12 @@ class WebhookTransport:
             return Permanent(f"{error}: redirects are not followed; change the destination")
         if excerpt := self._excerpt(answer, request):
             error = f"{error}: {excerpt}"
-        if status == _UNAUTHORIZED:
+        if status == HTTPStatus.UNAUTHORIZED:
             return Unavailable(error, breaker=_url_key(url))
-        is_fault = 500 <= status <= 599
-        if status == _FORBIDDEN or is_fault or status in _TRANSIENT_STATUSES:
+        is_outage = status == HTTPStatus.FORBIDDEN or 500 <= status <= 599
+        if is_outage or status in _TRANSIENT_STATUSES:
             # A gateway speaks for its host. Other receivers at the host may accept what this URL refuses.
             breaker = None if status in _HOST_STATUSES else _url_key(url)
-            is_outage = status == _FORBIDDEN or is_fault
             return SendFailure(error, retry_after=self._retry_after(answer), outage=is_outage, breaker=breaker)
         return Permanent(error)
 

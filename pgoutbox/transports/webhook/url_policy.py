@@ -171,10 +171,7 @@ def parse_ports(variable: str, text: str) -> frozenset[int]:
 
 def parse_networks(variable: str, text: str) -> tuple[Network, ...]:
     """Parse networks in CIDR notation, separated by commas. Raises `ConfigurationError` naming the variable."""
-    networks: list[Network] = []
-    for part in text.split(","):
-        try:
-            networks.append(ip_network(part.strip()))
-        except ValueError as error:
-            raise ConfigurationError(f"{variable}={text!r}: {error}; for example fd00::/8") from None
-    return tuple(networks)
+    try:
+        return tuple(ip_network(part.strip()) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigurationError(f"{variable}={text!r}: {error}; for example fd00::/8") from None
