@@ -323,14 +323,12 @@ async def test_a_late_message_says_for_which_time_it_is(dsn: str, db: psycopg.Co
 
 
 async def test_no_message_comes_after_the_last_time(dsn: str, db: psycopg.Connection) -> None:
-    schedule(db, rule="every 60", until_at=datetime.now(UTC) + timedelta(seconds=90), missed="all")
+    schedule(db, until_at=datetime(2040, 1, 1, tzinfo=UTC), missed="all")
     await Worker(outbox_of(dsn)).run_once()
-    db.execute(
-        "UPDATE pgoutbox.schedule SET next_at = next_at - interval '10 min', until_at = until_at - interval '8 min'"
-    )
+    let_pass(db, since=2000)
+    db.execute("UPDATE pgoutbox.schedule SET until_at = '2008-02-29Z'")
     await Worker(outbox_of(dsn)).run_once()
-    assert db.execute("SELECT bool_and(last_at <= until_at) FROM pgoutbox.schedule").fetchone() == (True,)
-    assert len(ticks(db)) >= 2
+    assert [at.year for _, at in ticks(db)] == [2000, 2004, 2008]
     assert column(db, "ended_at IS NOT NULL AND next_at IS NULL") is True
     schedule(db, missed="all")
     await Worker(outbox_of(dsn)).run_once()
@@ -356,9 +354,7 @@ async def test_the_jitter_of_a_schedule_is_always_the_same(dsn: str, db: psycopg
 
 async def test_a_schedule_in_code_belongs_to_the_workers_that_have_it(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_of(dsn)
-    outbox.schedule(
-        LEAP_DAYS, topic="tick", payload={"a": 1}, name="s", owner="o", destination="mailto:a@example.org"
-    )
+    outbox.schedule(LEAP_DAYS, topic="tick", payload={"a": 1}, name="s", owner="o", destination="mailto:a@example.org")
     await Worker(outbox).run_once()
     let_pass(db)
     late = column(db, "next_at")
