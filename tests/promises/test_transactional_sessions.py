@@ -467,6 +467,22 @@ def test_a_handler_does_not_run_on_a_new_session_to_a_database_of_another_deploy
     assert used_up(db) == []
 
 
+def test_every_slot_gets_a_session_once_handlers_are_slow(
+    start_worker: StartWorker, db: psycopg.Connection, effects: Callable[[], list[int]]
+) -> None:
+    """Quick handlers share a few sessions. Others that wait for something need their own."""
+    body = f"{WRITE}    if message.payload:\n    {PASS_GATE}"
+    enqueue_all = "SELECT pgoutbox.enqueue('work', to_jsonb(n > 1000)) FROM generate_series(1, 1030) AS n"
+    with gate(db):
+        db.execute(enqueue_all)
+        worker = start_worker(application(body), concurrency="30")
+        wait_until(lambda: advisory_locks(db)[GATE, False] == 30, lambda: f"{advisory_locks(db)} {worker.log[-3000:]}")
+    until_over(db, worker)
+    assert len(effects()) == 1030
+    assert ends(db) == []  # No attempt was put back for want of a session.
+    assert worker.records("handlers_limited") == []
+
+
 def test_the_timeout_of_a_handler_holds_after_a_longer_wait_for_a_session(
     start_worker: StartWorker, dsn: str, db: psycopg.Connection, effects: Callable[[], list[int]]
 ) -> None:

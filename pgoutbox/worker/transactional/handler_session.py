@@ -42,6 +42,7 @@ class HandlerSession:
         self.was_idle = False
         """Whether it has been idle between two handlers."""
         self.idle_since = 0.0
+        self.begun_at = 0.0
 
     @classmethod
     async def open(cls, settings: Settings) -> HandlerSession:

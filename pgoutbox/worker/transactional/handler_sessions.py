@@ -30,6 +30,15 @@ _OPENED_AT_ONCE: Final = 4
 # A refused login would otherwise be repeated at once, as long as a message waits.
 _REFUSED_PAUSE_SECONDS: Final = 0.2
 _IDLE_SECONDS: Final = 60.0
+# A transaction begins by one short round trip. While it takes twice as long as the shortest one, the process or the
+# server has enough to do. If handlers also do little else than talk to the server, another session costs more than it
+# helps.
+_CROWDED: Final = 2.0
+_TALK: Final = 10.0
+# If no transaction has begun for so long, all sessions are with slow handlers.
+_CROWDED_SECONDS: Final = 0.05
+# The shortest round trip is forgotten slowly: the server may have moved.
+_FORGOTTEN: Final = 1.001
 
 
 class NoSessionError(Exception):
@@ -37,7 +46,7 @@ class NoSessionError(Exception):
 
 
 class HandlerSessions:
-    """Opens up to `concurrency` sessions as they are needed, and keeps them for a minute."""
+    """Opens up to `concurrency` sessions as they are needed and help, and keeps them for a minute."""
 
     def __init__(self, run: RunState) -> None:
         self._settings = settings = run.settings
@@ -59,6 +68,11 @@ class HandlerSessions:
         self._idle_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._refusal: str | None = None
+        self._least_seconds = math.inf  # The shortest round trip that has begun a transaction,
+        self._usual_seconds = 0.0  # an average one,
+        self._held_seconds = 0.0  # and an average transaction.
+        self._begun_at = -math.inf
+        self._look_again: asyncio.TimerHandle | None = None
 
     async def begin(self, name: str) -> HandlerSession:
         """Return a session with an open transaction under this name. Return it by `put_back` or `abandon`.
@@ -91,6 +105,7 @@ class HandlerSessions:
 
     def put_back(self, session: HandlerSession) -> None:
         """Take back a session whose transaction has ended."""
+        self._held_seconds += (_now() - session.begun_at - self._held_seconds) / 10
         self._begun_count -= 1
         self._give_back(session)
 
@@ -107,6 +122,8 @@ class HandlerSessions:
         self._is_closed = True
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+        if self._look_again is not None:
+            self._look_again.cancel()
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -150,10 +167,26 @@ class HandlerSessions:
             and len(self._opening) < min(self._waiting_count, _OPENED_AT_ONCE)
             and self._open_count < self._allowed_count
             and not self._is_closed
+            and not self._is_crowded()
         ):
             self._open_count += 1
             task = asyncio.create_task(self._open(), name="pgoutbox-handler-session")
             self._opening.add(task)
+
+    def _is_crowded(self) -> bool:
+        """Whether another session would not help now. The attempt that waits asks again in a moment."""
+        is_crowded = (
+            self._usual_seconds > self._least_seconds * _CROWDED
+            and self._held_seconds < self._usual_seconds * _TALK
+            and _now() - self._begun_at < _CROWDED_SECONDS
+        )
+        if is_crowded and self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(_CROWDED_SECONDS, self._ask_again)
+        return is_crowded
+
+    def _ask_again(self) -> None:
+        self._look_again = None
+        self._changed.set()
 
     async def _open(self) -> None:
         """Open one more session. If that fails, no more are opened for a while, unless there is none."""
@@ -197,6 +230,7 @@ class HandlerSessions:
             self._pooler_turn.release()
 
     async def _begin_in_time(self, session: HandlerSession, name: str, seconds: float) -> None:
+        began_at = _now()
         try:
             await session.begin(name, seconds=max(seconds, 0.01))
         except BaseException as error:
@@ -204,6 +238,11 @@ class HandlerSessions:
             if isinstance(error, TimeoutError):
                 self._limit_to(self._begun_count, error)
             raise
+        self._begun_at = _now()
+        seconds = self._begun_at - began_at
+        self._least_seconds = min(seconds, self._least_seconds * _FORGOTTEN)
+        self._usual_seconds += (seconds - self._usual_seconds) / 10
+        session.begun_at = self._begun_at
 
     async def _prove_reserve(self, until: float) -> None:
         """Prove that the pooler has one more session: claims, leases and outcomes need it while handlers run."""
