@@ -146,7 +146,7 @@ def _line(row: activity.OutcomeRow) -> str:
 
 def _most_urgent(problems: Sequence[Finding]) -> list[tuple[str, str]]:
     """Return the first problems, so that the other tables stay in view."""
-    shown = [(str(problem.level), shorten(problem.what) or "") for problem in problems[:_PROBLEMS]]
+    shown = [(str(problem.level), problem.what) for problem in problems[:_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, ("", f"and {more} more: pgoutbox doctor names them all, with remedies")] if more else shown
 

@@ -21,7 +21,7 @@ _LONG_AGO: Final = (None, 0, 0)
 class TopicActivity(NamedTuple):
     """The messages of one topic in one queue by state, and the average number that ended per second.
 
-    `due` and `scheduled` messages are pending. `retries` counts those of both that were attempted before.
+    `due` and `scheduled` messages are pending. `retries` counts those of both of which an attempt has failed.
     """
 
     queue: str

@@ -16,6 +16,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import activity
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
+from tests.support.command_line import run_on_terminal
 from tests.support.messages import put
 from tests.support.outbox_actions import enqueue, lapse, running
 from tests.support.waiting import until
@@ -53,6 +54,8 @@ def test_a_topic_shows_the_states_of_its_messages(operator: psycopg.Connection, 
     assert (topic.sent_per_second, topic.ended_per_second) == (2 / 60, 3 / 60)
     assert topic.oldest_due_seconds is not None
     assert activity.topic_activity(operator, queue="bulk") == []
+    database.execute("UPDATE pgoutbox.message SET max_attempts = max_attempts + 1 WHERE id = %s", (again,))
+    assert activity.topic_activity(operator)[0].retries == 0, "a snooze is not a retry"
 
 
 def test_an_empty_topic_is_visible_while_attempts_end(
@@ -208,6 +211,16 @@ def test_top_shows_the_problems_of_delivery_first(cli: object, database: psycopg
     lines = cli("top", "--count", "1").splitlines()
     assert lines[0] == "level\twhat"
     assert lines[1].startswith("problem\tqueue default: 1 message due")
+
+
+@pytest.mark.slow
+def test_top_breaks_long_findings_on_a_terminal(dsn: str, database: psycopg.Connection) -> None:
+    put(database, State.FAILED)
+    error = " ".join(f"word{number}" for number in range(20))
+    database.execute("UPDATE pgoutbox.message_failed SET last_error = %s", [error])
+    shown = run_on_terminal("top", "--count", "1", dsn=dsn, COLUMNS="80", NO_COLOR="1", LINES="40").out
+    assert "word19" in shown
+    assert "…" not in shown
 
 
 def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:

@@ -5,7 +5,8 @@ SELECT
     m.topic,
     count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
     count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
-    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count > 0) AS retries,
+    -- Attempts without snoozes, releases and postponements, which raise max_attempts.
+    count(*) FILTER (WHERE m.state = 'pending' AND m.attempt_count + m.attempt_budget > m.max_attempts) AS retries,
     count(*) FILTER (WHERE m.state = 'sending') AS sending,
     count(*) FILTER (WHERE m.state = 'failed') AS failed,
     extract(
