@@ -104,13 +104,13 @@ def check_workers(context: DoctorContext) -> Iterator[Finding]:
         )
     elif runs:
         ended = min(run["ended_seconds_ago"] for run in runs)
-        yield ok("worker-ran-once", f"the last run of worker --once ended {duration(ended)} ago")
+        yield ok("worker-ran-once", f"the last run with --once or --drain ended {duration(ended)} ago")
     else:
         yield warning("no-worker", "no worker is running", "no message is delivered", "start a worker: pgoutbox worker")
 
 
 def _workers(context: DoctorContext) -> tuple[list[DictRow], list[DictRow]]:
-    """Return the running workers with their queues and topics, and the last runs of `worker --once`."""
+    """Return the running workers with their queues and topics, and the last runs with `--once` or `--drain`."""
     rows = context.ask(sql.PRESENT_WORKERS)
     running = [row for row in rows if row["ended_seconds_ago"] is None]
     ended = [row for row in rows if row["ended_seconds_ago"] is not None]
@@ -336,7 +336,7 @@ def _without_any_worker(unserved: list[tuple[DictRow, Finding]], late_count: int
 
 
 def _run_interval(context: DoctorContext, queue: str, running: list[DictRow], runs: list[DictRow]) -> float:
-    """Return the time between two runs of a queue that only runs of `worker --once` serve, else 0."""
+    """Return the time between two runs of a queue that only runs with `--once` or `--drain` serve, else 0."""
     if any(queue in worker["queues"] for worker in running):
         return 0.0
     known = [run["run_interval_seconds"] or 0.0 for run in runs if queue in run["queues"]]

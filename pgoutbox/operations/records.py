@@ -308,7 +308,7 @@ WAITS: Final = {
     "max_in_flight": "the limit in flight of its queue is reached",
     "no worker": "no running worker serves its queue; pgoutbox workers lists the queues",
     _NO_HANDLER: "no running worker of its queue has a handler for its topic; pgoutbox workers lists the topics",
-    "next run": "no worker of its queue is running; the next pgoutbox worker --once takes it, as the last one did",
+    "next run": "no worker of its queue is running; the next run of pgoutbox worker takes it, as the last one did",
     "due": "it is due, and the next free slot of a worker takes it",
 }
 

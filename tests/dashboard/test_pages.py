@@ -139,13 +139,14 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
 
 
 def test_the_overview_of_a_host_with_only_cron_shows_the_last_run(site: Site, db: psycopg.Connection) -> None:
+    """Its row does not tell `--once` from `--drain`."""
     assert "No worker runs." in get(site.vera, "/").words
     db.execute(
         "INSERT INTO pgoutbox.worker (name, queues, topics, ended_at)"
         " VALUES ('cron', '{default}', '{greet}', now() - interval '3 days')"
     )
     site.dashboard.forget()
-    assert "cron last run with --once, ended 3 d" in get(site.vera, "/").words
+    assert "cron last run, ended 3 d" in get(site.vera, "/").words
 
 
 def test_the_overview_shows_the_queues_and_topics_of_idle_workers(site: Site, db: psycopg.Connection) -> None:
@@ -2756,7 +2757,7 @@ def test_the_page_of_workers_shows_their_slots_and_messages(site: Site, db: psyc
     first, second = put(db, State.SENDING), put(db, State.SENDING, queue="bulk")
     put(db)
     page = get(site.vera, "/workers")
-    assert "w 1.2.3 default, bulk mail 2 of 50" in page.words
+    assert "w 1.2.3 default, bulk mail 2 with 50 slots" in page.words
     assert "3 h ago just now 2 in flight at w" in page.words
     assert ids_on(page) == [first, second], "the longest attempt leads to its message"
     assert "idle - default mail 0 - just now just now none" in page.words

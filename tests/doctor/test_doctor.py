@@ -883,7 +883,7 @@ def test_missing_workers_are_a_warning(dsn: str, db: psycopg.Connection) -> None
 def test_runs_of_cron_replace_a_running_worker(dsn: str, db: psycopg.Connection) -> None:
     report(db, "w1", ["default"], ["greet"])
     db.execute("UPDATE pgoutbox.worker SET ended_at = now(), run_interval_seconds = 600")
-    expect(found(dsn, "workers"), Level.OK, "worker-ran-once")
+    expect(found(dsn, "workers"), Level.OK, "worker-ran-once", "last run with --once or --drain")
     message_id = enqueue(db, "greet")
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '15 minutes' WHERE id = %s", [message_id])
     assert levels(found(dsn, "due")) == ["ok"]
