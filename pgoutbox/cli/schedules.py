@@ -42,7 +42,7 @@ def pause(name: ScheduleName, *, options: Options) -> None:
     """Let the times of a schedule pass. Messages that are enqueued already continue."""
     with open_operator(options.settings) as operator:
         has_changed = operator.pause_schedule(name)
-    _tell(name, "paused" if has_changed else None, options)
+    _tell(name, "paused" if has_changed else None, options, otherwise="or it is paused already")
 
 
 @command(of=schedule_app)
@@ -50,7 +50,7 @@ def resume(name: ScheduleName, *, options: Options) -> None:
     """End the pause of a schedule. It goes on with its next time from now on."""
     with open_operator(options.settings) as operator:
         has_changed = operator.resume_schedule(name)
-    _tell(name, "resumed" if has_changed else None, options)
+    _tell(name, "resumed" if has_changed else None, options, otherwise="or it is not paused")
 
 
 @command(of=schedule_app)
@@ -61,13 +61,14 @@ def run(name: ScheduleName, *, options: Options) -> None:
     _tell(name, None if message_id is None else f"enqueued message {message_id}", options, message_id=message_id)
 
 
-def _tell(name: str, result: str | None, options: Options, **facts: object) -> None:
-    """Print the result. Without one the schedule is missing, or in that state already: exit code 1."""
+def _tell(name: str, result: str | None, options: Options, *, otherwise: str = "", **facts: object) -> None:
+    """Print the result. Without one the schedule is missing, `otherwise` it is in that state already: exit code 1."""
     if options.as_json:
         print_json({"schedule": name, "changed": result is not None, **facts})
     elif result is not None:
         print_line(f"schedule {name}: {result}")
     else:
-        print_error(f"schedule {name}: is not there, or is so already; `pgoutbox schedule list` shows all")
+        reason = ", ".join(filter(None, ("there is no such schedule", otherwise)))
+        print_error(f"schedule {name}: {reason}; `pgoutbox schedule list` shows all")
     if result is None:
         raise typer.Exit(FAILED)

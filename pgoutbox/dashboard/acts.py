@@ -16,9 +16,10 @@ from pgoutbox.catalogue import correct_message
 from pgoutbox.dashboard import inputs
 from pgoutbox.dashboard.access import operators_only
 from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
-from pgoutbox.dashboard.pages import message, show
+from pgoutbox.dashboard.pages import message, schedules, show
 from pgoutbox.dashboard.rendering import link, query
-from pgoutbox.errors import ArgumentError, MessageNotFoundError
+from pgoutbox.dashboard.responses import sentence
+from pgoutbox.errors import ArgumentError, MessageNotFoundError, StateError
 from pgoutbox.operations import ActResult, MessageResult, Operator
 from pgoutbox.operations.acts import ACTS, Act
 
@@ -140,19 +141,24 @@ async def close_breaker(request: Request) -> Response:
     return _to(request, "breakers", {"done": "breaker-closed" if closed.was_open else "breaker-not-open"})
 
 
-def _add_to_schedule(act: str, change: Callable[[Operator, str], object], done: str) -> None:
+def _add_to_schedule(
+    act: str, change: Callable[[Operator, str], object], done: str, otherwise: str = "schedule-unchanged"
+) -> None:
     """Answer the form of an act on a schedule."""
 
     @_form(f"/schedules/{{schedule}}/{act}", f"{act}_schedule")
     async def answer(request: Request) -> Response:
         name = inputs.name_of(request, "schedule")
-        has_changed = await _act(request, lambda operator: change(operator, name))
-        return _to(request, "schedules", {"done": done if has_changed else "schedule-unchanged"})
+        try:
+            has_changed = await _act(request, lambda operator: change(operator, name))
+        except (ArgumentError, StateError) as error:
+            return await show(request, "schedules.html", schedules, status=409, refusal=sentence(str(error)))
+        return _to(request, "schedules", {"done": done if has_changed else otherwise})
 
 
 _add_to_schedule("pause", Operator.pause_schedule, "schedule-paused")
 _add_to_schedule("resume", Operator.resume_schedule, "schedule-resumed")
-_add_to_schedule("run", Operator.run_schedule, "schedule-run")
+_add_to_schedule("run", Operator.run_schedule, "schedule-run", "schedule-missing")
 
 
 @_form("/bulk")

@@ -20,7 +20,7 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import uuid4
 
 import psycopg
-from psycopg.errors import CheckViolation, InvalidParameterValue
+from psycopg.errors import CheckViolation, IntegrityError, InvalidParameterValue, RaiseException
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import ConfigDict, JsonValue, TypeAdapter
@@ -601,8 +601,14 @@ class Operator:
         return bool(was_paused)
 
     def run_schedule(self, name: str) -> int | None:
-        """Enqueue the message of a schedule now, beside its times. Return its id; None if there is no schedule."""
-        ((message_id,),) = self._act(sql.RUN_SCHEDULE, {"name": name})
+        """Enqueue the message of a schedule now, beside its times. Return its id; None if there is no schedule.
+
+        Raises `StateError` if a constraint or a trigger of the database refuses the message.
+        """
+        try:
+            ((message_id,),) = self._act(sql.RUN_SCHEDULE, {"name": name})
+        except (IntegrityError, RaiseException) as error:  # The detail may quote the payload.
+            raise StateError(f"schedule {name}: its message is refused: {error.diag.message_primary}") from None
         return None if message_id is None else int(message_id)
 
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:

@@ -2615,6 +2615,20 @@ def test_an_operator_pauses_and_runs_a_schedule(site: Site, db: psycopg.Connecti
     assert [(row[2], row[0]) for row in audit_of(db)] == [("pause", "ada"), ("run", "ada"), ("resume", "ada")]
     assert db.execute("SELECT topic FROM pgoutbox.message").fetchall() == [("mail.digest",)]
     assert site.vera.post("/schedules/digest-7/pause").status_code == 403
+    page = Page(site.ada.post("/schedules/gone/run", follow_redirects=True).text)
+    assert "There is no such schedule." in page.words
+
+
+def test_a_schedule_whose_message_is_refused_runs_with_the_reason(site: Site, db: psycopg.Connection) -> None:
+    db.execute(SET_SCHEDULE, ["digest-7", "UTC"])
+    db.execute("ALTER TABLE pgoutbox.message ADD CONSTRAINT own CHECK (topic <> 'mail.digest')")
+    answer = site.ada.post("/schedules/digest-7/run")
+    assert answer.status_code == 409
+    words = Page(answer.text).words
+    assert "Schedule digest-7: its message is refused: new row for relation" in words
+    assert 'violates check constraint "own"' in words
+    assert "digest-7 mail.digest 0 7 * * *" in words, "the page of schedules has the notice"
+    assert (audit_of(db), db.execute("SELECT count(*) FROM pgoutbox.message").fetchone()) == ([], (0,))
 
 
 def wait_for_breaker(db: psycopg.Connection, key: str, **options: str) -> int:

@@ -563,5 +563,11 @@ def test_the_command_line_lists_pauses_and_runs_schedules(dsn: str, db: psycopg.
     assert [one["next_times"] for one in json.loads(run_process("schedule", "list", "w", "--json", dsn=dsn).out)] == [
         []
     ]
-    missing = run_process("schedule", "run", "evening", dsn=dsn)
-    assert (missing.exit_code, "schedule evening: is not there" in missing.err) == (1, True)
+    for act, reason in (
+        ("run", "there is no such schedule"),
+        ("pause", "there is no such schedule, or it is paused already"),
+        ("resume", "there is no such schedule, or it is not paused"),
+    ):
+        missing = run_process("schedule", act, "evening", dsn=dsn)
+        told = f"error: schedule evening: {reason}; `pgoutbox schedule list` shows all\n"
+        assert (missing.exit_code, missing.err) == (1, told)
