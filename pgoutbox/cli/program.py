@@ -13,7 +13,6 @@ import typer.core
 
 from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import State
 from pgoutbox.operations import ListedMessage, Operator, PausedTopic, TopicCounts
 from pgoutbox.operations.activity import TopicActivity
 from pgoutbox.operations.acts import ACTS
@@ -153,9 +152,7 @@ def print_paused_topics(paused: Sequence[PausedTopic], *, prefix: str = "") -> N
 
 
 def _reason_of(message: ListedMessage) -> str | None:
-    # The error of a message that was sent in the end belongs to an earlier attempt.
-    error = message.skip_reason or (None if message.state is State.SENT else message.last_error)
-    return "; ".join(filter(None, (_waits_of(message), error))) or None
+    return "; ".join(filter(None, (_waits_of(message), message.why_not_sent))) or None
 
 
 def _waits_of(message: ListedMessage) -> str | None:

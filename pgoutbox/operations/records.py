@@ -281,6 +281,11 @@ class ListedMessage(NamedTuple):
         """`waits` in words."""
         return _why_it_waits(self)
 
+    @property
+    def why_not_sent(self) -> str | None:
+        """The reason of a skip, or the last error. None if it was sent: its error is that of an earlier attempt."""
+        return self.skip_reason or (None if self.state == State.SENT else self.last_error)
+
     def redacted(self, names: Collection[str]) -> ListedMessage:
         """Return the message without values whose name matches `names`."""
         return self._replace(
@@ -297,7 +302,7 @@ WAITS: Final = {
     "paused": "its queue or its topic is paused",
     "scheduled": "its time has not come",
     "retry": "for the pause before its next attempt",
-    "breaker": "the circuit breaker of its receiver is open",
+    "breaker": "an open circuit breaker holds it back, or its receiver took no message at its last attempt",
     "unavailable": "a setting or a server must be repaired first",
     "redirect": "the redirect holds it back",
     "unreadable": "its payload does not fit the model of the worker that tried it; another version may read it",

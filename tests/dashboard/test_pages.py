@@ -2651,6 +2651,23 @@ def wait_for_breaker(db: psycopg.Connection, key: str, **options: str) -> int:
     return message_id
 
 
+def test_a_message_behind_a_silent_receiver_does_not_say_that_its_breaker_is_open(
+    site: Site, db: psycopg.Connection
+) -> None:
+    silent = wait_for_breaker(db, BREAKER)
+    db.execute("UPDATE pgoutbox.message SET attempts = jsonb_set(attempts, '{0,reason_code}', '\"stalled\"')")
+    assert "All circuit breakers are closed." in get(site.vera, "/breakers").words
+    reason = "an open circuit breaker holds it back, or its receiver took no message at its last attempt"
+    assert f"Waits: {reason} (see the breakers)" in get(site.vera, f"/messages/{silent}").words
+
+
+def test_the_error_of_an_earlier_attempt_is_named_as_such_beside_sent(site: Site, db: psycopg.Connection) -> None:
+    sent, failed = put(db, State.SENT), put(db, State.FAILED)
+    for message_id, heading in ((sent, "Error of an earlier attempt"), (failed, "Last error")):
+        words = get(site.vera, f"/messages/{message_id}").words
+        assert f"{heading} Copy the last error no such mailbox" in words
+
+
 def test_a_breaker_links_to_the_messages_that_wait_for_it(site: Site, db: psycopg.Connection) -> None:
     db.execute(OPEN_BREAKER, [BREAKER])
     db.execute(OPEN_BREAKER, ["https://api.example.org"])

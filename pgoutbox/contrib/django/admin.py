@@ -196,7 +196,7 @@ class MessageAdmin(admin.ModelAdmin):
     def reason(self, message: Message) -> str:
         """Return the reason of the last failure or skip, shortened."""
         listed = _listed(message)
-        return visible(str(Truncator(listed.skip_reason or listed.last_error or "").chars(80)))
+        return visible(str(Truncator(listed.why_not_sent or "").chars(80)))
 
     def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:  # noqa: ANN401
         """Show one message and its attempts, or do the act of a button."""
