@@ -19,6 +19,7 @@ from pgoutbox.cli.explain import about_database
 from pgoutbox.cli.options import App, DatabaseOptions, Everywhere, Json, command
 from pgoutbox.doctor.findings import join_names
 from pgoutbox.settings import Settings, secret_values
+from pgoutbox.text import pluralize
 
 if TYPE_CHECKING:
     from pgoutbox.doctor import Finding
@@ -79,7 +80,11 @@ def doctor(
             else:
                 _print(_texts_of(finding))
         if not as_json:
-            print_note(", ".join(f"{counts[level]} {level}" for level in reversed(Level)))
+            faulty = (Level.PROBLEM, Level.WARNING)
+            texts = (
+                pluralize(counts[one], one) if one in faulty else f"{counts[one]} {one}" for one in reversed(Level)
+            )
+            print_note(", ".join(texts))
     if any(counts[level] for level in faults):
         raise typer.Exit(FAILED)
 

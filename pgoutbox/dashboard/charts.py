@@ -83,11 +83,11 @@ def depth(asked: Range, now: datetime, known: Mapping[datetime, int]) -> Chart:
     """Draw the depth of a queue by time as a line, up to now. It begins at the first time that is counted."""
     slots = asked.slots(now)
     values = [
-        Value((at - slots[0]) / asked.width, count, f"{_utc(at)}: {count:,} messages")
+        Value((at - slots[0]) / asked.width, count, f"{_utc(at)}: {Count(count)}")
         for at, count in sorted(known.items())
     ]
     top = f"{_highest(values):,}"
-    label = f"{known[now]:,} messages now, at most {top} in {asked.name}"
+    label = f"{Count(known[now])} now, at most {top} in {asked.name}"
     return Chart(label, values[-1].x, values, top, _times(slots), _since(slots, known, now), known[now])
 
 

@@ -270,10 +270,11 @@ def check_payloads(context: DoctorContext) -> Iterator[Finding]:
     sample = (SampledPayload(**row) for row in rows)
     keyring = keyring_of(settings.encryption_keys)
     for topic, unreadable in find_unreadable(sample, handlers, keyring, settings.redacted_names).items():
+        do = "does" if unreadable.message_count == 1 else "do"
         yield warning(
             "payloads-unreadable",
-            f"{topic}: {unreadable.message_count} of {unreadable.sampled_count} sampled pending payloads do not fit "
-            f"the model: {one_line(unreadable.reason, length=MAX_QUOTE_LENGTH)}",
+            f"{topic}: {unreadable.message_count} of {unreadable.sampled_count} sampled pending payloads "
+            f"{do} not fit the model: {one_line(unreadable.reason, length=MAX_QUOTE_LENGTH)}",
             "they wait for a worker that can read them, and fail after the unreadable_timeout of the topic",
             "keep the workers of the other version running, or accept both forms in the model: "
             f"{HOW_TO}/topics.html#change-a-model",

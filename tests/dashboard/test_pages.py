@@ -632,9 +632,9 @@ def test_errors_that_differ_only_in_numbers_and_addresses_are_one_group(site: Si
     words = get(site.vera, "/failed").words
     for told in (
         "mail 3 messages of this group 3 up from 0 user # is unknown",
-        "sms 1 messages of this group 1 up from 0 user # is unknown",
+        "sms 1 message of this group 1 up from 0 user # is unknown",
         "mail 2 messages of this group 2 up from 0 HTTP 503 after # s",
-        "mail 1 messages of this group 1 up from 0 HTTP 404 after # s",
+        "mail 1 message of this group 1 up from 0 HTTP 404 after # s",
         "mail 2 messages of this group 2 up from 0 RCPT (address): 550 <(address)>: no such user",
     ):
         assert told in words, told
@@ -1023,11 +1023,11 @@ def test_the_topics_are_listed_with_their_messages(shop: Site, db: psycopg.Conne
     put(db, topic="mail.stray")
     page = get(shop.ada, "/topics")
     for told in (
-        "mail.welcome 2 waiting messages of mail.welcome 1 in flight messages of mail.welcome 1 failed messages",
+        "mail.welcome 2 waiting messages of mail.welcome 1 in flight message of mail.welcome 1 failed message",
         "critical async, on_unknown=hold, timeout 30 s",
         "search.index 0 0 0",
         "async batch of 500",
-        "mail.stray 1 waiting messages of mail.stray",
+        "mail.stray 1 waiting message of mail.stray",
         "not in the application of this dashboard",
     ):
         assert told in page.words, told
@@ -1040,7 +1040,7 @@ def test_a_topic_has_a_page_with_its_definition_and_failures(shop: Site, db: psy
     db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE id = %s", (error, message_id))
     page = get(shop.ada, "/topics?topic=mail.welcome")
     for told in (
-        "1 failed messages of mail.welcome",
+        "1 failed message of mail.welcome",
         "KeyError: no such member",
         "Queue critical",
         "Payload Welcome",
@@ -2703,6 +2703,17 @@ def test_a_breaker_links_to_messages_that_wait_for_it_unclaimed(site: Site, db: 
     assert ids_on(get(site.vera, path)) == held[::-1], "the key is in none of their texts"
 
 
+def test_a_count_without_a_message_is_unknown_if_it_is_capped(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.execute(OPEN_BREAKER, [BREAKER])
+    put(db)
+    monkeypatch.setitem(reads.EACH_QUEUE, "queues", 1)
+    words = get(site.vera, "/breakers").words
+    assert f"{BREAKER} unknown " in words
+    assert "0+" not in words
+
+
 def test_each_of_many_breakers_has_its_own_messages(site: Site, db: psycopg.Connection) -> None:
     db.execute(
         """
@@ -2754,7 +2765,7 @@ def test_numbers_of_topics_and_breakers_say_if_further_queues_were_not_counted(
     wait_for_breaker(db, BREAKER, queue="a")
     db.execute(OPEN_BREAKER, [BREAKER])
     assert "mail 4 waiting" in get(site.vera, "/topics").words
-    assert f"{BREAKER} 1 messages" in get(site.vera, "/breakers").words
+    assert f"{BREAKER} 1 message that waits" in get(site.vera, "/breakers").words
     monkeypatch.setitem(reads.EACH_QUEUE, "queues", 2)
     site.dashboard.forget()
     assert "mail 3+ waiting" in get(site.vera, "/topics").words
@@ -2856,7 +2867,7 @@ def test_a_queue_shows_its_workers_and_when_it_will_be_empty(
     put(db, queue="other")
     page = get(site.vera, "/queues")
     assert re.search(r"bulk 4 due messages of bulk \S+ ms 0 0 1 2 per min 2 min no limit", page.words), page.words
-    assert re.search(r"other 1 due messages of other \S+ ms 0 0 none - - no limit", page.words), page.words
+    assert re.search(r"other 1 due message of other \S+ ms 0 0 none - - no limit", page.words), page.words
     monkeypatch.setattr(reads, "QUEUE_CAP", 3)
     assert "over 2 min" in get(site.vera, "/queues").words
     # Messages that are read first tell the rate if there are too many.

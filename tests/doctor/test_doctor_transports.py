@@ -457,7 +457,7 @@ def test_problems_come_first_and_alone_if_asked(
     def printed(*options: str) -> tuple[int, list[str]]:
         code = main(["doctor", *options])
         shown, summary = capsys.readouterr()
-        assert summary == "2 problem, 2 warning, 1 skipped, 2 ok\n"
+        assert summary == "2 problems, 2 warnings, 1 skipped, 2 ok\n"
         return code, [line.split("\t")[1] for line in shown.splitlines()]
 
     assert printed() == (1, ["3", "6", "1", "5", "0", "2", "4"])
