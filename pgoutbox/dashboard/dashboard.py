@@ -145,7 +145,7 @@ class Dashboard:
     def findings_about(self, connection: Connection, what: Literal["queue", "topic"], name: str) -> list[Finding]:
         """Return the findings about a queue or a topic, at most five seconds old."""
         found = self.findings(connection, _CHECKS_ABOUT[what], seconds=_FRESH_TOTALS_SECONDS)
-        return [finding for finding in found if finding.about.get(what) == name]
+        return [finding for finding in found if name in finding.about.get(what, "").split(", ")]
 
     def findings(
         self, connection: Connection, checks: Collection[str] | None = None, *, seconds: float = _FRESH_SECONDS

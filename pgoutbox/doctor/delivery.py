@@ -34,10 +34,17 @@ from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_par
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50
+# The late queues with such a cause are one finding.
+_SHARED = ("due-without-worker", "due-behind-breaker")
+_START_WORKERS = (
+    "start workers for these queues: pgoutbox worker --queue '*' serves all; with cron, check that the line of the "
+    "crontab runs"
+)
 # The queues share these rows, of each lane.
 _ROWS = 10_000
 _TOPICS = 20_000
 _TOPICS_NAMED = 20
+_WITHOUT_HANDLER = "workers never claim messages without a handler"
 _WITHOUT_APP = f"name the application of the workers: {_COMPARE_HANDLERS}"
 
 
@@ -131,11 +138,8 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
         yield problem(
             "messages-without-handler",
             f"topic {topic} has no handler, and {count} of it {'waits' if count.messages == 1 else 'wait'}",
-            "workers never claim messages without a handler",
-            "set PGOUTBOX_ALERT_DESTINATION for the workers and for the doctor"
-            if topic == ALERT_TOPIC
-            else "register a handler, or deploy the release that has it; or cancel the messages: "
-            f"pgoutbox cancel --all --topic {topic}",
+            _WITHOUT_HANDLER,
+            _handler_for(topic),
             messages=count,
             topic=topic,
         )
@@ -154,7 +158,7 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
         yield problem(
             "messages-without-handler",
             f"{pluralize(len(more), 'more topic')} with pending messages and no handler: {join_names(more)}",
-            "workers never claim messages without a handler",
+            _WITHOUT_HANDLER,
             "run the doctor with the workers' --app",
             messages=sum((waiting[topic] for topic in more), start=Count(0)),
         )
@@ -169,6 +173,15 @@ def check_handlers(context: DoctorContext) -> Iterator[Finding]:
     among = " among those of each queue that are due first" if any(row["is_capped"] for row in rows) else ""
     yield ok(
         "handlers-in-order", f"{pluralize(len(handlers), 'topic')} with a handler, and no message without one{among}"
+    )
+
+
+def _handler_for(topic: str) -> str:
+    if topic == ALERT_TOPIC:
+        return "set PGOUTBOX_ALERT_DESTINATION for the workers and for the doctor"
+    return (
+        "register a handler, or deploy the release that has it; or cancel the messages: "
+        f"pgoutbox cancel --all --topic {topic}"
     )
 
 
@@ -294,7 +307,7 @@ def check_due(context: DoctorContext) -> Iterator[Finding]:
         seconds = max(seconds, 2 * context.settings.poll_interval_seconds)
     late = [queue.queue for queue in context.ranked_queues() if (queue.oldest_seconds or 0) > seconds]
     running, runs = _workers(context)
-    unserved = []
+    shared: dict[tuple[str, str | None], tuple[str, list[tuple[DictRow, Finding]]]] = {}
     names = late[:_LATE_QUEUES]
     for queue in context.ask(sql.DUE_FOR_LONG, {"names": names, "seconds": seconds, "rows": _ROWS}) if names else ():
         if queue["oldest_seconds"] <= 2 * _run_interval(context, queue["queue"], running, runs):
@@ -307,31 +320,31 @@ def check_due(context: DoctorContext) -> Iterator[Finding]:
         cause = _cause_of_limits(context, queue) or _cause_of_workers(context, queue, running, runs, late)
         about = {"queue": queue["queue"], **cause.about}
         found = replace(cause, what=f"{what}: {cause.what}", about=about, messages=_count_of(queue))
-        if found.code == "due-without-worker":
-            unserved.append((queue, found))
+        if found.code in _SHARED:
+            shared.setdefault((found.code, about.get("breaker")), (cause.what, []))[1].append((queue, found))
         else:
             yield found
-    yield from _without_any_worker(unserved, len(late))
+    for what, findings in shared.values():
+        yield _of_one_cause(what, findings, len(late))
     yield ok("nothing-late", f"no message has been due for more than {duration(seconds)}")
 
 
-def _without_any_worker(unserved: list[tuple[DictRow, Finding]], late_count: int) -> Iterator[Finding]:
-    """Yield one finding for all late queues that miss nothing but a worker."""
-    if len(unserved) < 2:
-        yield from (finding for _, finding in unserved)
-        return
-    queues = [queue for queue, _ in unserved]
+def _of_one_cause(what: str, findings: list[tuple[DictRow, Finding]], late_count: int) -> Finding:
+    """Return one finding for all late queues with the same cause. `about` has the queues of a breaker, with commas."""
+    queues, first = [queue for queue, _ in findings], findings[0][1]
+    if len(queues) == 1:
+        return first
     has_read_all = late_count <= _LATE_QUEUES
     count = sum((_count_of(queue) for queue in queues), start=Count(0, "exactly" if has_read_all else "at least"))
-    number = len(queues)
+    names, number = [queue["queue"] for queue in queues], len(queues)
     which = pluralize(number, "queue") if has_read_all else f"at least {number} of {late_count} queues"
-    yield problem(
-        "due-without-worker",
-        f"{which}: {count} due, the oldest for {duration(queues[0]['oldest_seconds'])}: no worker "
-        f"is running; the queues: {join_names(queue['queue'] for queue in queues)}",
-        "no message is delivered",
-        "start workers for these queues: pgoutbox worker --queue '*' serves all; with cron, check that the line of the "
-        "crontab runs",
+    is_unserved = first.code == "due-without-worker"
+    return replace(
+        first,
+        what=f"{which}: {count} due, the oldest for {duration(queues[0]['oldest_seconds'])}: {what}; the queues: "
+        f"{join_names(names)}",
+        fix=_START_WORKERS if is_unserved else first.fix,
+        about={} if is_unserved else {**first.about, "queue": ", ".join(names)},
         messages=count,
     )
 
@@ -426,6 +439,21 @@ def _cause_of_workers(
     """Return the finding with the missing worker or handler of a late queue, else that workers do not keep up."""
     name = queue["queue"]
     serving = [worker for worker in (*running, *runs) if name in worker["queues"]]
+    handled = {topic for worker in serving for topic in worker["topics"]}
+    if context.outbox is not None:
+        own = {topic for handler in handlers_of(context.outbox, context.settings).values() for topic in handler.handled}
+        unknown = [topic for topic in queue["topics"] if topic not in handled | own]
+        # Without a worker, one would deliver the messages of the other topics.
+        if unknown and (serving or len(unknown) == len(queue["topics"])):
+            return problem(
+                "due-without-handler",
+                f"topic {unknown[0]} has no handler" if len(unknown) == 1 else f"no handler for {join_names(unknown)}",
+                _WITHOUT_HANDLER,
+                _handler_for(unknown[0]),
+                topic=unknown[0],
+            )
+        if not serving:
+            handled = own
     if not running and not serving:
         return _without_worker(name)
     if not serving and not queue["is_worked"]:
@@ -436,9 +464,6 @@ def _cause_of_workers(
             f"start a worker for it: pgoutbox worker --queue {name}, beside the queues that it already serves; "
             "pgoutbox workers lists the queues of each worker",
         )
-    handled = {topic for worker in serving for topic in worker["topics"]}
-    if not serving and context.outbox is not None:
-        handled.update(handlers_of(context.outbox, context.settings))
     missing = [topic for topic in queue["topics"] if topic not in handled]
     if missing and handled:
         return problem(
@@ -471,9 +496,10 @@ def _cause_of_workers(
         )
     return problem(
         "due-unclaimed",
-        "a worker is running and does not claim them",
-        "it serves other queues, has no handler for them, or does not keep up",
-        f"check that a worker serves --queue {name} and is not blocked, with pgoutbox workers and pgoutbox top",
+        "workers of this queue are running, and have not begun them yet",
+        "if that lasts for longer than a minute, the workers are blocked or cannot claim; after the end of a pause, a "
+        "limit or an open breaker they begin within seconds",
+        "look again in a minute, with pgoutbox workers and pgoutbox top; then search the log of the workers",
     )
 
 

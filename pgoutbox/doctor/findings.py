@@ -62,7 +62,7 @@ _CAUSES: Final[Mapping[str, str]] = {
     "due-in-unserved-queue": "no worker serves queue {queue}",
     "due-without-handler": "topic {topic} has no handler",
     "due-behind-failed": "message {message} halts its key in queue {queue}",
-    "due-unclaimed": "no worker claims those of queue {queue}",
+    "due-unclaimed": "workers have not begun those of queue {queue}",
 }
 _CAUSES_IN_VERDICT: Final = 2
 

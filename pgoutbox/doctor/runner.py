@@ -57,6 +57,13 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
 }
 
 _DELIVERY_CHECKS: Final = ("workers", "due", "undelivered", "breakers", "receivers", "redirect", "failed")
+# The findings that a finding about the same breaker or topic replaces.
+_TELLS: Final[Mapping[str, Sequence[str]]] = {
+    "due-behind-breaker": ("breaker-open", "transport-unavailable"),
+    "due-without-handler": ("messages-without-handler",),
+    "due-without-worker": ("no-worker",),
+    "transport-unavailable": ("breaker-open",),
+}
 FINDING_PROBLEMS: Final = ("due", "redirect")
 """The checks of delivery that find problems. The others find only warnings."""
 
@@ -70,7 +77,7 @@ def examine(
     clock: Callable[[], float] = time.time,
     checks_transports: bool = True,
 ) -> Iterator[Finding]:
-    """Run every check, and yield each finding at once. A fault is a finding and never raises.
+    """Run every check, and yield the findings, each cause once. A fault is a finding and never raises.
 
     Without the application's `outbox`, the checks do not know its topics and handlers. `environment` is searched for
     misspelt settings; `clock` is compared with the server's clock. Of many databases with the same transports, let only
@@ -79,27 +86,33 @@ def examine(
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
     """
-    yield from run_check("settings", check_settings, settings, environment or {})
-    yield from run_check("tls", check_tls, settings)
+    found = [
+        *run_check("settings", check_settings, settings, environment or {}),
+        *run_check("tls", check_tls, settings),
+    ]
     with contextlib.ExitStack() as stack:
         try:
             connection = stack.enter_context(connected(settings.require_dsn(), settings))
         except (PgOutboxError, psycopg.Error, OSError) as error:
-            yield Finding(
-                "database",
-                Level.PROBLEM,
-                "database-unreachable",
-                f"PGOUTBOX_DSN: {error_text(error)}",
-                "without the database, no message is enqueued or delivered",
-                "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and accepts this user",
+            found.append(
+                Finding(
+                    "database",
+                    Level.PROBLEM,
+                    "database-unreachable",
+                    f"PGOUTBOX_DSN: {error_text(error)}",
+                    "without the database, no message is enqueued or delivered",
+                    "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and accepts this "
+                    "user",
+                )
             )
         else:
             context = DoctorContext(
                 settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
             )
-            yield from _check_database(context)
+            found += _check_database(context)
     for name, check in transports.CHECKS.items() if checks_transports else ():
-        yield from run_check(name, check, settings, outbox)
+        found += run_check(name, check, settings, outbox)
+    yield from _without_repetitions(found)
 
 
 def examine_delivery(
@@ -129,12 +142,17 @@ def examine_delivery(
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 
 
-def _without_repetitions(faults: list[Finding]) -> list[Finding]:
-    """Leave out the findings of a cause that another one names together with the messages that it holds back."""
-    late = [finding for finding in faults if finding.check == "due"]
-    told = {("breaker-open", finding.about.get("breaker")) for finding in late}
-    told |= {("no-worker", None) for finding in late if finding.code == "due-without-worker"}
-    return [finding for finding in faults if (finding.code, finding.about.get("breaker")) not in told]
+def _without_repetitions(found: list[Finding]) -> list[Finding]:
+    """Leave out the findings of a cause that another one names together with the messages that it holds back.
+
+    Of an open breaker whose transport fails here too, the problem of the transport stays.
+    """
+    told = {(code, _subject(finding)) for finding in found for code in _TELLS.get(finding.code, ())}
+    return [finding for finding in found if (finding.code, _subject(finding)) not in told]
+
+
+def _subject(finding: Finding) -> str | None:
+    return finding.about.get("breaker") or finding.about.get("topic")
 
 
 def _check_database(context: DoctorContext) -> Iterator[Finding]:

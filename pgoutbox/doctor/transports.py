@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
@@ -15,7 +17,7 @@ from pgoutbox import transports
 from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import HOW_TO, Finding, Findings, ok, problem, skipped, warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings, variable_of
 from pgoutbox.text import one_line
@@ -277,7 +279,7 @@ def _try_transport(
     `doubtful` reports a failure that need not concern every message.
     """
     try:
-        outcome = asyncio.run(_tried(make, settings, connects=connects))
+        outcome, breaker = asyncio.run(_tried(make, settings, connects=connects))
     except ConfigurationError as error:
         yield problem(
             "transport-setting-invalid", one_line(str(error)), "a worker with these settings does not start", fix
@@ -296,7 +298,8 @@ def _try_transport(
         case Sent():
             yield ok("transport-in-order", in_order)
         case Unavailable() | SendFailure(outage=True, doubtful=None):
-            yield problem("transport-unavailable", one_line(str(outcome)), why, fix)
+            about = {} if breaker is None else {"breaker": breaker}
+            yield replace(problem("transport-unavailable", one_line(str(outcome)), why, fix), about=about)
         case Permanent() | Transient():
             answer = one_line(outcome.error)
             yield warning("transport-refused", answer, why, fix) if doubtful is None else doubtful(answer)
@@ -304,20 +307,44 @@ def _try_transport(
             yield problem("transport-outcome-unexpected", one_line(str(outcome)), why, fix)
 
 
-async def _tried(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> Outcome | None:
-    """Return the outcome of the transport's check, None if it has none."""
+async def _tried(
+    make: Callable[[Settings], Transport], settings: Settings, *, connects: bool
+) -> tuple[Outcome | None, str | None]:
+    """Return the outcome of the transport's check, None if it has none, and the key of its breaker for all messages."""
     transport = make(settings)
+    breaker = _breaker_of(transport)
     try:
         if not connects:
-            return Sent()
+            return Sent(), breaker
         if not isinstance(transport, ChecksItself):
-            return None
+            return None, breaker
         async with asyncio.timeout(_PATIENCE_SECONDS):
-            return await transport.check()
+            return await transport.check(), breaker
     except TimeoutError:
-        return SendFailure(f"no answer within {_PATIENCE_SECONDS:g} s", outage=True)
+        return SendFailure(f"no answer within {_PATIENCE_SECONDS:g} s", outage=True), breaker
     finally:
         await transport.aclose()
+
+
+def _breaker_of(transport: Transport) -> str | None:
+    never = datetime.fromtimestamp(0, UTC)
+    message: Message[object] = Message(
+        id=0,
+        topic="doctor",
+        queue="doctor",
+        destination=f"{transport.schemes[0]}:",
+        payload=None,
+        headers={},
+        attempt_count=1,
+        max_attempts=1,
+        created_at=never,
+        available_at=never,
+        coalesce_key=None,
+    )
+    try:
+        return transports.breaker_key(transport, message, None)
+    except Exception:  # noqa: BLE001 - an application's transport may not know such a destination
+        return None
 
 
 CHECKS: Final[Mapping[str, Callable[[Settings, Outbox | None], Findings]]] = {

@@ -2772,6 +2772,29 @@ def test_numbers_of_topics_and_breakers_say_if_further_queues_were_not_counted(
     assert f"{BREAKER} 1+ messages" in get(site.vera, "/breakers").words
 
 
+def test_queues_behind_one_breaker_are_one_finding_with_one_button(site: Site, db: psycopg.Connection) -> None:
+    hold(db, BREAKER, "bulk mail mailto", "default mail mailto")
+    for queue in ("bulk", "default"):
+        put(db, queue=queue, destination="mailto:ada@example.org")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h'")
+    page = get(site.ada, "/")
+    assert f"2 queues: 2 messages due, the oldest for 60 min: they wait behind the breaker of {BREAKER}" in page.words
+    assert page.values("form", "action").count("/breakers/close") == 1
+    for queue in ("bulk", "default"):
+        assert f"behind the breaker of {BREAKER}" in get(site.vera, f"/queues?queue={queue}").words
+
+
+def test_the_overview_names_a_handler_that_the_application_lacks(
+    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    put(db, topic="push")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h'")
+    assert "pgoutbox worker --queue" in get(open_site(dsn).vera, "/").words, "nobody knows the application"
+    words = get(open_site(dsn, topics_app.outbox).vera, "/").words
+    assert "1 message is not delivered: topic push has no handler." in words
+    assert "pgoutbox worker --queue" not in words
+
+
 def test_a_finding_about_a_queue_without_a_page_links_to_its_messages(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, age=timedelta(hours=1))
     db.execute("UPDATE pgoutbox.message SET queue = 'CAPS/and?more', available_at = now() - interval '1 h'")

@@ -26,7 +26,9 @@ from pgoutbox import Outbox, Topic, migrate
 from pgoutbox import settings as settings_module
 from pgoutbox.cli.commands import app
 from pgoutbox.database.sql import MISSING_RELATIONS, REPORT_WORKER
-from pgoutbox.doctor import Finding, Level, Limits, examine
+from pgoutbox.doctor import Finding, Level, Limits, examine, runner, verdict
+from pgoutbox.doctor.context import DoctorContext
+from pgoutbox.doctor.server import check_server
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.operations import Operator
@@ -377,12 +379,15 @@ def test_an_unresponsive_server_is_abandoned(dsn: str, tmp_path: Path, monkeypat
     monkeypatch.setattr("pgoutbox.doctor.context.STATEMENT_SECONDS", 0)
     monkeypatch.setattr("pgoutbox.doctor.context.ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
-        findings = examine(settings_of(proxy.dsn))
-        while next(findings).check != "database":
-            pass
-        with proxy.stalled():
-            expect([next(findings)], Level.PROBLEM, "check-failed", "0.3 s")
-            assert {finding.check for finding in findings} >= {"slots", "schema", "smtp"}
+
+        def check(context: DoctorContext) -> Iterator[Finding]:
+            with proxy.stalled():
+                yield from check_server(context)
+
+        monkeypatch.setitem(runner._SERVER_CHECKS, "server", check)
+        findings = list(examine(settings_of(proxy.dsn)))
+    expect([one for one in findings if one.check == "server"], Level.PROBLEM, "check-failed", "0.3 s")
+    assert {finding.check for finding in findings} >= {"slots", "schema", "smtp"}
 
 
 @pytest.mark.parametrize(("ahead", "word"), [(60.0, "behind"), (-60.0, "ahead of")])
@@ -890,6 +895,8 @@ def test_runs_of_cron_replace_a_running_worker(dsn: str, db: psycopg.Connection)
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '25 minutes'")
     expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "crontab")
     db.execute("UPDATE pgoutbox.worker SET ended_at = now() - interval '26 hours'")
+    assert found(dsn, "workers") == [], "the finding about the late message names the cause"
+    db.execute("DELETE FROM pgoutbox.message_live")
     expect(found(dsn, "workers"), Level.WARNING, "no-worker", "pgoutbox worker")
 
 
@@ -940,9 +947,7 @@ def test_alerts_have_the_handler_of_a_worker_that_sends_them(dsn: str, db: psyco
     db.execute(HOUR_AGO)
     settings = settings_of(dsn, alert_destination="mailto:ops@club.org")
     expect(found(settings, "handlers", outbox=handled), Level.OK, "handlers-in-order")
-    expect(
-        found(dsn, "handlers", outbox=handled), Level.PROBLEM, "messages-without-handler", "PGOUTBOX_ALERT_DESTINATION"
-    )
+    expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "PGOUTBOX_ALERT_DESTINATION")
     expect(found(settings, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "pgoutbox.alert")
     report(db, "w2", ["default"], ["greet", "pgoutbox.alert"])
     expect(found(settings, "due", outbox=handled), Level.PROBLEM, "due-unclaimed")
@@ -1181,6 +1186,68 @@ class TestDue:
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", "2 of them", "mail.lost")
 
+    def test_without_a_worker_a_handler_that_the_application_lacks_is_named(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox
+    ) -> None:
+        """A worker would not help. It would if the queue had another topic, or nobody knew the application."""
+        enqueue(db, "push")
+        db.execute(HOUR_AGO)
+        facts = "topic push has no handler", "workers never claim messages without", "register a handler"
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", *facts)
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker")
+        report(db, "a", ["other"], ["greet"])
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", *facts)
+        expect(found(dsn, "due"), Level.PROBLEM, "due-in-unserved-queue")
+        enqueue(db, "greet")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-in-unserved-queue")
+
+    def test_a_later_version_has_the_handler_of_the_application(self, dsn: str, db: psycopg.Connection) -> None:
+        outbox = Outbox()
+
+        @outbox.handler(Topic("greet", version=2))
+        async def greet(message: Message, ctx: Context) -> None: ...
+
+        enqueue(db, payload_version=2)
+        enqueue(db, payload_version=3, queue="bulk")
+        db.execute(HOUR_AGO)
+        codes = {one.about.get("queue"): one.code for one in found(dsn, "due", outbox=outbox)}
+        assert codes == {"default": "due-without-worker", "bulk": "due-without-handler"}
+
+    def test_queues_behind_one_breaker_are_one_finding(self, dsn: str, db: psycopg.Connection) -> None:
+        for queue in ("bulk", "default"):
+            enqueue(db, queue=queue, destination="mailto:ada@example.org")
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('smtp:mx.club.org:25', '{bulk greet mailto,default greet mailto}', now() - interval '3 h',"
+            " now(), 60, 'w', 'port 25 refuses connections')"
+        )
+        finding = expect(
+            found(dsn, "due"),
+            Level.PROBLEM,
+            "due-behind-breaker",
+            "2 queues: 2 messages due, the oldest for 60 min: they wait behind the breaker of smtp:mx.club.org:25",
+            "port 25 refuses connections; the queues: bulk, default",
+        )
+        assert finding.about == {"breaker": "smtp:mx.club.org:25", "queue": "bulk, default"}
+        assert found(dsn, "breakers") == [], "the finding about the late messages names the breaker"
+
+    def test_a_freed_queue_is_not_said_to_have_no_worker(self, dsn: str, db: psycopg.Connection) -> None:
+        """When a breaker is closed, workers need a moment to begin the messages behind it."""
+        report(db, "w1", ["default"], ["greet"])
+        enqueue(db, destination="mailto:ada@example.org")
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('smtp:mx', '{default greet mailto}', now(), now(), 60, 'w', 'refused')"
+        )
+        expect(found(dsn, "due"), Level.PROBLEM, "due-behind-breaker")
+        db.execute("SELECT pgoutbox.close_breaker('smtp:mx')")
+        words = "workers of this queue are running, and have not begun them yet"
+        finding = expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed", words, "they begin within seconds")
+        assert verdict([finding]) == "1 message is not delivered: workers have not begun those of queue default."
+
     def test_a_queue_that_no_running_worker_serves_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         report(db, "a", ["default"], ["greet"])
         enqueue(db, queue="bulk")
@@ -1218,9 +1285,11 @@ class TestDue:
         handled.define(Topic("mail.new"))
         enqueue(db, "mail.new")
         db.execute(HOUR_AGO)
-        for outbox in (None, handled):
-            finding = expect(found(dsn, "due", outbox=outbox), Level.PROBLEM, "due-without-handler", "mail.new")
-            assert "pgoutbox doctor --app yourapp.outbox:outbox" in str(finding.fix)
+        compare = "pgoutbox doctor --app yourapp.outbox:outbox"
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-handler", "mail.new", compare)
+        known = "topic mail.new has no handler", "register a handler", "pgoutbox cancel --all --topic mail.new"
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "due-without-handler", *known)
+        assert found(dsn, "handlers", outbox=handled) == [], "the finding about the late message names the cause"
         (skipped,) = found(dsn, "handlers")
         assert skipped.fix == "name the application of the workers: pgoutbox doctor --app yourapp.outbox:outbox"
 

@@ -8,6 +8,7 @@ import os
 import ssl
 from typing import TYPE_CHECKING, Final
 
+import psycopg
 import pytest
 import trustme
 from cryptography.fernet import Fernet
@@ -18,6 +19,7 @@ from pgoutbox.message import Message, Permanent, SendFailure, Sent, Transient, U
 from pgoutbox.transports import SmtpTransport
 from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.support.command_line import run_on_terminal, run_process
+from tests.support.outbox_actions import enqueue
 from tests.support.settings import settings_with
 from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
 
@@ -428,6 +430,27 @@ def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done])
         assert list(line) == ["check", "level", "code", "what", "why", "fix", "about", "messages"]
         assert (line["level"] in ("warning", "problem")) == (line["why"] is not None)
     assert len(done.lines) > 25
+
+
+def test_a_dead_mail_server_is_one_finding(dsn: str, db: psycopg.Connection) -> None:
+    """It is that of the late messages if there are any, else that of the transport, which names the settings."""
+    settings = settings_with(
+        dsn=dsn, smtp_host="127.0.0.1", smtp_port=1, smtp_security="none", smtp_sender="a@club.org"
+    )
+
+    def told() -> list[str]:
+        return [one.code for one in examine(settings) if "smtp:127.0.0.1:1" in str(one) or "Connect" in str(one)]
+
+    hold = "default greet mailto"
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, holds, opened_at, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES ('smtp:127.0.0.1:1', ARRAY[%s], now(), now(), 60, 'w', 'ConnectionRefusedError')",
+        [hold],
+    )
+    assert told() == ["transport-unavailable"]
+    enqueue(db, destination="mailto:ada@example.org")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 hour'")
+    assert told() == ["due-behind-breaker"]
 
 
 @pytest.mark.slow
