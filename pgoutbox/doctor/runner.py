@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -77,7 +77,7 @@ def examine(
     clock: Callable[[], float] = time.time,
     checks_transports: bool = True,
 ) -> Iterator[Finding]:
-    """Run every check, and yield the findings, each cause once. A fault is a finding and never raises.
+    """Run every check, and yield each finding at once, each cause once. A fault is a finding and never raises.
 
     Without the application's `outbox`, the checks do not know its topics and handlers. `environment` is searched for
     misspelt settings; `clock` is compared with the server's clock. Of many databases with the same transports, let only
@@ -86,16 +86,15 @@ def examine(
 
         problems = [finding for finding in examine(load_settings()) if finding.level is Level.PROBLEM]
     """
-    found = [
-        *run_check("settings", check_settings, settings, environment or {}),
-        *run_check("tls", check_tls, settings),
-    ]
-    with contextlib.ExitStack() as stack:
-        try:
-            connection = stack.enter_context(connected(settings.require_dsn(), settings))
-        except (PgOutboxError, psycopg.Error, OSError) as error:
-            found.append(
-                Finding(
+
+    def each() -> Iterator[Finding]:
+        yield from run_check("settings", check_settings, settings, environment or {})
+        yield from run_check("tls", check_tls, settings)
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(connected(settings.require_dsn(), settings))
+            except (PgOutboxError, psycopg.Error, OSError) as error:
+                yield Finding(
                     "database",
                     Level.PROBLEM,
                     "database-unreachable",
@@ -104,15 +103,15 @@ def examine(
                     "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and accepts this "
                     "user",
                 )
-            )
-        else:
-            context = DoctorContext(
-                settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
-            )
-            found += _check_database(context)
-    for name, check in transports.CHECKS.items() if checks_transports else ():
-        found += run_check(name, check, settings, outbox)
-    yield from _without_repetitions(found)
+            else:
+                context = DoctorContext(
+                    settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
+                )
+                yield from _check_database(context)
+        for name, check in transports.CHECKS.items() if checks_transports else ():
+            yield from run_check(name, check, settings, outbox)
+
+    yield from _without_repetitions(each())
 
 
 def examine_delivery(
@@ -142,13 +141,21 @@ def examine_delivery(
     return sorted(_without_repetitions(faults), key=lambda finding: finding.urgency)
 
 
-def _without_repetitions(found: list[Finding]) -> list[Finding]:
+def _without_repetitions(found: Iterable[Finding]) -> Iterator[Finding]:
     """Leave out the findings of a cause that another one names together with the messages that it holds back.
 
-    Of an open breaker whose transport fails here too, the problem of the transport stays.
+    Those that may be left out come last. Of an open breaker whose transport fails here too, the problem of the
+    transport stays.
     """
-    told = {(code, _subject(finding)) for finding in found for code in _TELLS.get(finding.code, ())}
-    return [finding for finding in found if (finding.code, _subject(finding)) not in told]
+    told = set[tuple[str, str | None]]()
+    left = []
+    for finding in found:
+        told.update((code, _subject(finding)) for code in _TELLS.get(finding.code, ()))
+        if any(finding.code in codes for codes in _TELLS.values()):
+            left.append(finding)
+        else:
+            yield finding
+    yield from (finding for finding in left if (finding.code, _subject(finding)) not in told)
 
 
 def _subject(finding: Finding) -> str | None:

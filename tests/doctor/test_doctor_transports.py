@@ -155,9 +155,9 @@ async def test_a_server_that_knows_that_no_email_reaches_the_other_address_is_in
 
 async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
     findings = await afound("smtp", smtp_host="smtp.example.com", smtp_sender="a@club.org", smtp_timeout_seconds=1)
-    assert [finding.code for finding in findings] == ["transport-unavailable", "smtp-host-placeholder"]
-    assert findings[1].level is Level.PROBLEM
-    assert "PGOUTBOX_SMTP_HOST=smtp.example.com" in findings[1].what
+    assert [finding.code for finding in findings] == ["smtp-host-placeholder", "transport-unavailable"]
+    assert findings[0].level is Level.PROBLEM
+    assert "PGOUTBOX_SMTP_HOST=smtp.example.com" in findings[0].what
     async with accepting_server() as inbox:
         given = mail_settings(inbox.port) | {"smtp_sender": "a@club.org", "alert_destination": "mailto:ops@example.org"}
         expect(
@@ -224,8 +224,8 @@ def test_plain_text_to_another_machine_is_a_problem() -> None:
     given = {"smtp_host": NOWHERE, "smtp_security": "none", "smtp_sender": "a@club.org", "smtp_timeout_seconds": 0.5}
     findings = found("smtp", **given)
     assert [finding.level for finding in findings] == [Level.PROBLEM, Level.PROBLEM]
-    assert [finding.code for finding in findings] == ["transport-unavailable", "smtp-plain-text"]
-    assert NOWHERE in findings[1].what
+    assert [finding.code for finding in findings] == ["smtp-plain-text", "transport-unavailable"]
+    assert NOWHERE in findings[0].what
 
 
 async def test_a_server_that_accepts_plain_text_works_and_is_a_problem() -> None:
