@@ -49,7 +49,8 @@ class Pipeline:
         A step that returns no rows has one row, with the number of the rows that it wrote. Raises the first error of a
         step. Later steps have not run then, and a transaction that a step began is still open. Without one, all steps
         are rolled back: PostgreSQL commits the statements before a synchronization together, so that BEGIN and COMMIT
-        are not needed. `finally_run` travels with them and runs apart: its error closes the connection, nothing else.
+        are not needed. `finally_run` travels with steps that end in COMMIT or ROLLBACK, and runs after them if none is
+        refused. Its error closes the connection, nothing else.
         """
         pgconn = self._connection.pgconn
         adapted = [self._adapted(*step) for step in steps]
@@ -69,16 +70,15 @@ class Pipeline:
                 pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
             places.append(count)
             count += 1
-        pgconn.pipeline_sync()
         if finally_run is not None:
             pgconn.send_query_params(finally_run.encode(), None)
-            pgconn.pipeline_sync()
+        pgconn.pipeline_sync()
         results = await self._receive()
-        if finally_run is not None:
-            await self._receive_apart()
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
-        self._check(results)
+        self._check(results[:count])
+        if finally_run is not None and results[-1].status in _REFUSED:
+            pgconn.finish()
         if self._names is not None:
             self._names.update(new_names)
         return [self._rows_of(results[place]) for place in places]
@@ -99,12 +99,6 @@ class Pipeline:
             self._check(results)  # The server may have sent the reason for the end of the session.
             raise
         return results
-
-    async def _receive_apart(self) -> None:
-        try:
-            self._check(await self._receive())
-        except psycopg.Error:
-            self._connection.pgconn.finish()
 
     def _check(self, results: Sequence[pq.abc.PGresult]) -> None:
         for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ def application(body: str, *topics: str) -> str:
     The body is written as for the event loop. Handlers of topics that end in `.sync` run it in a thread.
     """
     return f"""
-import asyncio, time
+import asyncio, sys, time
 from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext, Transient
 
 outbox = Outbox()
@@ -421,6 +422,25 @@ def test_nothing_that_a_handler_leaves_in_its_session_outlives_it(
         if place == "direct":
             assert db.execute("SELECT count(DISTINCT session) FROM seen").fetchone() == (1,)
         wait_until(lambda: (77, True) not in advisory_locks(db), lambda: "an advisory lock is left")
+
+
+@pytest.mark.parametrize("last", ["INSERT INTO taken VALUES (1)", "COMMIT; BEGIN"], ids=["commit", "completion"])
+def test_a_refusal_at_the_end_does_not_cost_the_session(
+    start_worker: StartWorker, db: psycopg.Connection, last: str
+) -> None:
+    db.execute("CREATE TABLE taken (n int UNIQUE DEFERRABLE INITIALLY DEFERRED); INSERT INTO taken VALUES (1)")
+    db.execute("GRANT INSERT, SELECT ON taken TO PUBLIC")
+    body = (
+        '    ((pid,),) = await (await run("SELECT pg_backend_pid()")).fetchall()\n'
+        '    print(f"session {pid}", file=sys.stderr, flush=True)\n'
+        f'    await run("{last}")\n'
+    )
+    worker = start_worker(application(body))
+    enqueue(db, "work", max_attempts=4)
+    until_over(db, worker)
+    assert [outcome for outcome, _ in ends(db)] == ["retry", "retry", "retry", "failed"]
+    sessions = re.findall(r"session ([0-9]+)", worker.log)
+    assert (len(sessions), len(set(sessions))) == (4, 1)
 
 
 def test_no_setting_of_a_handler_makes_a_completion_read_the_whole_table(
