@@ -622,7 +622,8 @@ def troubled(db: psycopg.Connection) -> Outbox:
         db.execute(f"UPDATE pgoutbox.queue SET {control} WHERE name = '{queue}'".encode())
     put(db, State.SENDING, queue="full")
     stalled = """[{"reason_code": "stalled", "breaker_key": "http:slow", "started_at": "2026-01-01"}]"""
-    db.execute("UPDATE pgoutbox.message SET attempts = %s::jsonb WHERE id = %s", [stalled, enqueue(db, queue="slow")])
+    attempted = "UPDATE pgoutbox.message SET attempts = %s::jsonb, attempt_count = 1, lane = 1 WHERE id = %s"
+    db.execute(attempted, [stalled, enqueue(db, queue="slow")])
     for _ in range(20):
         put(db, State.SENT)
         put(db, State.FAILED)

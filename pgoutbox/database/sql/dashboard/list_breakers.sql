@@ -36,7 +36,7 @@
             greatest(5, 10 * %(rows)s::bigint / count(*) OVER ()) AS rows
         FROM named
         -- Without an open breaker nothing is read.
-        WHERE named.number > 0 AND EXISTS (SELECT FROM pgoutbox.breaker_view)
+        WHERE EXISTS (SELECT FROM pgoutbox.breaker_view)
     ) AS l
     CROSS JOIN LATERAL (
         \ir ../doctor/_pending.sql
@@ -58,7 +58,7 @@ SELECT
     b.last_error,
     coalesce(w.messages, 0) AS waiting_count,
     (SELECT bool_or(every.is_capped) FROM waiting AS every) IS TRUE
-        OR (SELECT max(named.number) FROM named) >= %(queues)s::bigint AS is_sample
+        OR (SELECT count(*) FROM named) >= %(queues)s::bigint AS is_sample
 FROM pgoutbox.breaker_view AS b
 LEFT JOIN behind AS w ON w.breaker_key = b.key
 ORDER BY b.opened_at DESC, b.key

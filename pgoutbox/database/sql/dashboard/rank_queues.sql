@@ -8,7 +8,6 @@ SELECT
 FROM (
     SELECT named.queue, now() AS until_at, 1 AS rows
     FROM named
-    WHERE named.number > 0
 ) AS l
 CROSS JOIN LATERAL (
     SELECT min(m.available_at) AS oldest_at

@@ -26,8 +26,7 @@
             ORDER BY m.ordering_key, m.id LIMIT 100
         )
     ) AS near
-    WHERE n.number > 0
-        AND (%(served)s::text[] IS NULL OR n.queue = ANY (%(served)s::text[]))
+    WHERE (%(served)s::text[] IS NULL OR n.queue = ANY (%(served)s::text[]))
         AND near.topic = ANY (%(topics)s::text[])
 ), ranked AS (
     SELECT

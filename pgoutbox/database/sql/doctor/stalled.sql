@@ -12,12 +12,26 @@ FROM (
     FROM (
         SELECT
             named.queue,
-            'infinity'::timestamptz AS until_at,
-            least(%(rows)s::bigint / 10, greatest(5, %(rows)s::bigint / count(*) OVER ())) AS rows
+            least(%(rows)s::bigint / 10, greatest(2, %(rows)s::bigint / count(*) OVER ())) AS rows
         FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (
-        \ir _pending.sql
+        -- Each of them has been attempted.
+        (
+            SELECT 1 AS part, m.breaker_key, m.reason_code, m.first_attempt_at
+            FROM pgoutbox.message_view AS m
+            WHERE m.queue = l.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
+            ORDER BY m.available_at LIMIT l.rows
+        )
+        UNION ALL
+        (
+            SELECT 2, m.breaker_key, m.reason_code, m.first_attempt_at
+            FROM pgoutbox.message_view AS m
+            WHERE m.queue = l.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                -- Always true: it permits the index message_live_ordered_due.
+                AND m.available_at > '-infinity'
+            ORDER BY m.available_at LIMIT l.rows
+        )
     ) AS m
 ) AS one
 WHERE one.reason_code = 'stalled'

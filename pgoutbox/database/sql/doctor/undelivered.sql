@@ -12,8 +12,8 @@ FROM (
         SELECT
             named.queue,
             now() - make_interval(secs => %(seconds)s::float8) AS until_at,
-            greatest(5, %(rows)s::bigint / count(*) OVER ()) AS rows,
-            greatest(5, %(rows)s::bigint / count(*) OVER ()) AS fresh_rows
+            greatest(2, %(rows)s::bigint / count(*) OVER ()) AS rows,
+            greatest(2, %(rows)s::bigint / count(*) OVER ()) AS fresh_rows
         FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (

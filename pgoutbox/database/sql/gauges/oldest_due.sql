@@ -48,7 +48,6 @@
         -- Without a pause, one read of each lane says all.
         WHERE NOT kind.leaves_out_paused OR EXISTS (SELECT FROM pgoutbox.topic_pause_view)
     ) AS one
-    WHERE n.number > 0
     GROUP BY n.queue, one.is_paused
 ), ranked AS (
     SELECT w.queue, w.is_paused, w.seconds, row_number() OVER (ORDER BY w.seconds DESC, w.queue) AS place

@@ -11,7 +11,6 @@
             1 AS fresh_rows,
             least(1000, greatest(20, %(rows)s::bigint / count(*) OVER ())) AS rows
         FROM named
-        WHERE named.number > 0
     ) AS l
     LEFT JOIN LATERAL (
         \ir ../doctor/_undelivered.sql

@@ -41,5 +41,5 @@ CROSS JOIN LATERAL (
         ) AS lane(number)
     ) AS one
 ) AS due
-WHERE n.number > 0 AND n.queue <> ALL (%(served)s::text[]) AND due.messages > 0
+WHERE n.queue <> ALL (%(served)s::text[]) AND due.messages > 0
 ORDER BY n.queue
