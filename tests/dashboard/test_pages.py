@@ -239,8 +239,10 @@ def test_a_slow_count_of_a_long_range_is_done_in_parts(
             site.dashboard.forget()
             assert found is not None
             begun.append(found[1])
-    assert begun == sorted(begun, reverse=True)
-    assert len(set(begun)) > 2
+    # Before ten minutes are counted, the time of the page stands there, which goes on.
+    slots = [at for at in begun if at.endswith("0:00")]
+    assert slots == sorted(begun[-len(slots) :], reverse=True)
+    assert len(set(slots)) > 2
     monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
     assert "1 sent in 6h, at most 1 in 10 minutes" in get(site.vera, "/?range=6h").values("svg", "aria-label")
 
