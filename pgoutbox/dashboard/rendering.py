@@ -132,10 +132,10 @@ def format_upto(value: int, cap: int) -> str:
 def format_seconds(value: float) -> str:
     """Format a duration in a readable unit.
 
-    >>> [format_seconds(value) for value in (0.0042, 3.21, 75, 7300, 200000)]
-    ['4.2 ms', '3.2 s', '1 min', '2 h', '2 d']
+    >>> [format_seconds(value) for value in (0.0042, 0.9996, 3.21, 75, 7300, 200000)]
+    ['4.2 ms', '1 s', '3.21 s', '1 min', '2 h', '2 d']
     """
-    if value < 1:
+    if value < 0.9995:
         return f"{max(value, 0) * 1000:.3g} ms"
     for size, unit in _UNITS:
         if value >= size:

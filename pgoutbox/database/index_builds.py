@@ -7,6 +7,7 @@ made on the partitions, and then read no table.
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psycopg
@@ -17,6 +18,7 @@ from pgoutbox.database import connections
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+_POLL_SECONDS: Final = 0.05
 # The partitions whose own index is missing or was left behind half built, unless the index of the whole table exists.
 _MISSING: Final = """
 SELECT quote_ident(named.name), t.relid::regclass::text, i.indexrelid::regclass::text, pg_table_size(t.relid)
@@ -33,6 +35,13 @@ _NO_TIMEOUTS: Final = """
 SELECT set_config(s.name, '0', false)
 FROM pg_settings AS s
 WHERE s.name IN ('lock_timeout', 'statement_timeout') AND s.setting <> '0'
+"""
+# A build ends its lock of the table before its last transaction, which makes the index valid.
+_WRITING: Final = """
+SELECT l.virtualtransaction
+FROM pg_locks AS l
+JOIN pg_stat_activity AS a ON a.pid = l.pid AND a.datname = current_database()
+WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted
 """
 _DROP_HALF_BUILT: Final = """
 DO $half_built$
@@ -151,6 +160,9 @@ def _build(connection: psycopg.Connection, missing: Build, index: Index, report:
             # The server may still build it for a client that is gone. LOCK has no snapshot for which that would wait.
             with connection.transaction():
                 connection.execute(f"LOCK TABLE {missing.relation} IN SHARE UPDATE EXCLUSIVE MODE".encode())
+            writing = {*connection.execute(_WRITING)}
+            while writing & {*connection.execute(_WRITING)}:
+                time.sleep(_POLL_SECONDS)
             if missing in missing_builds(connection, index):
                 connection.execute(f"DROP INDEX CONCURRENTLY {missing.half_built}".encode())
             return

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
 
 from pgoutbox import SchemaError, migrate, migration_plan
-from pgoutbox.database import revisions
+from pgoutbox.database import index_builds, revisions
 from pgoutbox.database.index_builds import Index
 from tests.support.outbox_actions import enqueue
 from tests.support.revisions import FIRST, INDEXES, add_revision, adding
@@ -42,10 +43,30 @@ BUILDING: Final = """
 SELECT p.pid FROM pg_stat_progress_create_index AS p WHERE p.datname = current_database() AND p.phase LIKE 'waiting%'
 """
 OF_ALL: Final = Index("message_x", "pgoutbox.message", "(claimed_at)")
+BY_WORKER: Final = Index("message_worker", "pgoutbox.message", "(worker) WHERE worker IS NOT NULL")  # Of `INDEXES`.
 OF_FAILED: Final = Index("message_failed_x", "pgoutbox.message_failed", "(worker)")
 WAITING_FOR_THE_TABLE: Final = """
 SELECT count(*) FROM pg_locks WHERE mode = 'ShareUpdateExclusiveLock' AND locktype = 'relation' AND NOT granted
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+
+AT_THE_END_OF_A_BUILD: Final = """
+CREATE FUNCTION public.wait_at_the_end() RETURNS event_trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_advisory_lock_shared(77);
+    PERFORM pg_advisory_unlock_shared(77);
+END
+$$;
+CREATE EVENT TRIGGER at_the_end ON ddl_command_end WHEN TAG IN ('CREATE INDEX') EXECUTE FUNCTION wait_at_the_end();
+"""
+HELD_AT_THE_END: Final = """
+SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+# The session of the other run.
+LOOKS_OR_WAITS: Final = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()
+AND (wait_event = 'transactionid' OR query LIKE '%virtualtransaction%' AND pid <> pg_backend_pid())
 """
 
 
@@ -69,6 +90,12 @@ def builder(db: psycopg.Connection) -> int:
     """Wait until a build waits for the reader, and return its session."""
     (row,) = wait_until(lambda: db.execute(BUILDING).fetchall(), lambda: "no build waits")
     return int(row[0])
+
+
+def build_as_a_server(dsn: str) -> None:
+    """Build the first index, like a server whose client is gone."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(index_builds.missing_builds(connection, BY_WORKER)[0].statement.encode())
 
 
 def expect_all_built(db: psycopg.Connection) -> None:
@@ -160,6 +187,28 @@ def test_the_build_of_a_killed_program_is_awaited_and_used(
     expect_all_built(db)
     assert db.execute(oid_of).fetchone() == before
     assert name.removeprefix("pgoutbox.") not in reports.get_nowait()
+
+
+def test_a_build_of_a_killed_program_that_has_still_to_commit_is_used(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    """At its end, a build has no lock of the table any more."""
+    gate = connect()
+    gate.execute("SELECT pg_advisory_lock(77)")
+    db.execute(AT_THE_END_OF_A_BUILD)
+    with ThreadPoolExecutor(2) as threads, closing(gate):
+        killed = threads.submit(build_as_a_server, dsn)
+        wait_until(lambda: db.execute(HELD_AT_THE_END).fetchone() == (1,), lambda: "no build ends")
+        ((name,),) = db.execute(INVALID).fetchall()
+        oid_of = f"SELECT '{name}'::regclass::oid".encode()
+        before = db.execute(oid_of).fetchone()
+        run = threads.submit(migrate.upgrade, dsn)
+        wait_until(lambda: db.execute(LOOKS_OR_WAITS).fetchone() == (1,), lambda: "nobody waits")
+        gate.execute("SELECT pg_advisory_unlock(77)")
+        killed.result(timeout=60)
+        run.result(timeout=60)
+    expect_all_built(db)
+    assert db.execute(oid_of).fetchone() == before
 
 
 def test_of_two_runs_one_builds_and_the_other_waits(
