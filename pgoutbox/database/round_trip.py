@@ -76,9 +76,12 @@ class Pipeline:
         results = await self._receive()
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
-        self._check(results[:count])
-        if finally_run is not None and results[-1].status in _REFUSED:
-            pgconn.finish()
+        if finally_run is None:
+            self._check(results)  # One more than the steps, if the server has refused to commit them.
+        else:
+            self._check(results[:count])
+            if any(result.status in _REFUSED for result in results):
+                pgconn.finish()
         if self._names is not None:
             self._names.update(new_names)
         return [self._rows_of(results[place]) for place in places]

@@ -36,8 +36,9 @@ pytestmark = pytest.mark.slow
 PARTITIONED_TABLES = {"sent": "message_done", "failed": "message_failed"}
 
 
-def refuse(db: psycopg.Connection, state: str, *, ids: Sequence[int] = ()) -> None:
+def refuse(db: psycopg.Connection, state: str, *, ids: Sequence[int] = (), at_commit: bool = False) -> None:
     """Let a user trigger refuse this state of topic `greet`, for these messages or for all."""
+    kind, time = ("CONSTRAINT TRIGGER", "AFTER") if at_commit else ("TRIGGER", "BEFORE")
     db.execute(
         f"""
         CREATE FUNCTION refuse_{state}() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -49,8 +50,8 @@ def refuse(db: psycopg.Connection, state: str, *, ids: Sequence[int] = ()) -> No
             RETURN NEW;
         END
         $$;
-        CREATE TRIGGER refuse_{state} BEFORE INSERT OR UPDATE ON pgoutbox.{PARTITIONED_TABLES[state]}
-            FOR EACH ROW EXECUTE FUNCTION refuse_{state}();
+        CREATE {kind} refuse_{state} {time} INSERT OR UPDATE ON pgoutbox.{PARTITIONED_TABLES[state]}
+            {"DEFERRABLE INITIALLY DEFERRED" if at_commit else ""} FOR EACH ROW EXECUTE FUNCTION refuse_{state}();
         """.encode()
     )
 
@@ -71,12 +72,15 @@ def counting(outbox: Outbox, *topics: str) -> Counter[int]:
     return handed_over
 
 
-async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn: str, db: psycopg.Connection) -> None:
+@pytest.mark.parametrize("at_commit", [False, True])
+async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(
+    dsn: str, db: psycopg.Connection, *, at_commit: bool
+) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = counting(outbox)
     ids = [enqueue(db) for _ in range(12)]
     refused = ids[3:12:4]
-    refuse(db, "sent", ids=refused)
+    refuse(db, "sent", ids=refused, at_commit=at_commit)
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: [row.state for row in rows_of(db)].count("sent") == 9)
