@@ -54,7 +54,7 @@ class Pipeline:
         """
         pgconn = self._connection.pgconn
         adapted = [self._adapted(*step) for step in steps]
-        new_names: dict[tuple[bytes, Sequence[int]], bytes] = {}
+        new_names: dict[tuple[bytes, Sequence[int]], tuple[bytes, int]] = {}  # With the place of the result.
         places = []
         count = 0
         pgconn.enter_pipeline_mode()
@@ -62,9 +62,10 @@ class Pipeline:
             if self._names is None:
                 pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
             else:
-                name = self._names.get((text, types)) or new_names.get((text, types))
+                name = self._names.get((text, types)) or new_names.get((text, types), (None, 0))[0]
                 if name is None:
-                    name = new_names[text, types] = b"pgoutbox_%d" % next(_numbers)
+                    name = b"pgoutbox_%d" % next(_numbers)
+                    new_names[text, types] = name, count
                     pgconn.send_prepare(name, text, types)
                     count += 1  # Preparing has its own result.
                 pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
@@ -73,17 +74,21 @@ class Pipeline:
         if finally_run is not None:
             pgconn.send_query_params(finally_run.encode(), None)
         pgconn.pipeline_sync()
-        results = await self._receive()
+        results = await self._receive(None if finally_run is None else count)
+        if self._names is not None and new_names:
+            # The server keeps them, whatever becomes of the transaction.
+            is_prepared = [result.status == pq.ExecStatus.COMMAND_OK for result in results]
+            self._names |= {
+                key: name for key, (name, place) in new_names.items() if any(is_prepared[place : place + 1])
+            }
         if pgconn.status == pq.ConnStatus.OK:
             pgconn.exit_pipeline_mode()
         if finally_run is None:
             self._check(results)  # One more than the steps, if the server has refused to commit them.
         else:
             self._check(results[:count])
-            if any(result.status in _REFUSED for result in results):
+            if pgconn.status != pq.ConnStatus.OK or any(result.status in _REFUSED for result in results):
                 pgconn.finish()
-        if self._names is not None:
-            self._names.update(new_names)
         return [self._rows_of(results[place]) for place in places]
 
     def _rows_of(self, answer: pq.abc.PGresult) -> list[TupleRow]:
@@ -94,11 +99,14 @@ class Pipeline:
         self._transformer.set_pgresult(None)
         return rows
 
-    async def _receive(self) -> list[pq.abc.PGresult]:
+    async def _receive(self, own_count: int | None) -> list[pq.abc.PGresult]:
+        """Return the results. After those of `own_count` steps, the connection may break."""
         results: list[pq.abc.PGresult] = []
         try:
             await self._connection.wait(_receive(self._connection.pgconn, results))
         except psycopg.OperationalError:
+            if own_count is not None and len(results) >= own_count:
+                return results
             self._check(results)  # The server may have sent the reason for the end of the session.
             raise
         return results

@@ -268,8 +268,11 @@ class WorkerConnection:
 
 
 def _keeps(connection: psycopg.AsyncConnection[TupleRow], error: BaseException) -> bool:
-    """Whether the connection is still usable. If it is now read-only, the server has become a standby: reconnect."""
-    return isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+    """Whether the connection is still usable.
+
+    If it is now read-only, the server has become a standby. A prepared statement whose result has changed fails again.
+    """
+    return isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate not in ("25006", "0A000")
 
 
 async def open_session(

@@ -108,7 +108,8 @@ class HandlerSession:
 
     async def commit(self, statement: Step) -> None:
         """Run the last statement and commit, in one message to the server. Raises the error of either."""
-        await self._end([(sql.RESET_ROLE, {}), statement], sql.COMMIT, sql.COMMIT_AND_CHAIN)
+        checks: list[Step] = [(sql.CHECK_CONSTRAINTS, {})] if self.is_pooled else []
+        await self._end([(sql.RESET_ROLE, {}), statement, *checks], sql.COMMIT, sql.COMMIT_AND_CHAIN)
 
     async def roll_back(self) -> None:
         """Roll the transaction back."""
