@@ -64,6 +64,7 @@ class TopicFacts(NamedTuple):
     retry: str
     encrypted: bool
     redact: tuple[str, ...]
+    mailing_list: str | None
     unreadable_timeout_seconds: float | None
     handler: str | None
     is_batch: bool
@@ -110,6 +111,7 @@ def _facts(outbox: Outbox, name: str) -> TopicFacts:
         retry=_retry_text(retry),
         encrypted=topic.encrypted,
         redact=topic.redact,
+        mailing_list=topic.mailing_list,
         unreadable_timeout_seconds=None if topic.payload is None else seconds_of(topic.unreadable_timeout),
         handler=None if handler is None else "async" if handler.is_async else "sync",
         is_batch=handler is not None and handler.is_batch,

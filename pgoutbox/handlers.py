@@ -71,6 +71,7 @@ class Handler:
     version: int = 1
     upgrade: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
     redact: tuple[str, ...] = ()
+    mailing_list: str | None = None
     unreadable_timeout_seconds: float = UNREADABLE_TIMEOUT_SECONDS
     is_async: bool = field(init=False)
 

@@ -64,7 +64,8 @@ class ReasonCode(enum.StrEnum):
     `circuit_open`: the circuit breaker of its destination is open. `stalled`: its destination answers none of the sends
     in flight. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
     `redirect`: a redirect is on that the transport does not follow, or that a blackout forbids. `unreadable`: the
-    payload does not fit the topic's model in this worker.
+    payload does not fit the topic's model in this worker. `suppressed`, of a skipped message: its address gets no mail
+    of this list.
     """
 
     CIRCUIT_OPEN = "circuit_open"
@@ -72,6 +73,7 @@ class ReasonCode(enum.StrEnum):
     UNAVAILABLE = "unavailable"
     REDIRECT = "redirect"
     UNREADABLE = "unreadable"
+    SUPPRESSED = "suppressed"
 
 
 # Not frozen: a frozen dataclass sets each field with a call, which takes five times as long.
@@ -222,6 +224,13 @@ class Skip(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Suppressed(Skip):
+    """A skip by pgoutbox itself: the address of the message gets no mail of its mailing list."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"suppressed: {reason}")
 
 
 class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raised

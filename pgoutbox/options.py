@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -40,8 +41,12 @@ V = TypeVar("V")
 
 KEYS: Final = ("coalesce_key", "dedupe_key", "ordering_key")
 OnDuplicate = Literal["error", "ignore"]
+SuppressionReason = Literal["bounce", "complaint", "unsubscribe", "manual"]
 
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_NOT_IN_ADDRESS = re.compile(r"[\s@<>,]")
+# IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
+IDNA_DEVIATIONS: Final = frozenset("\u00df\u03c2\u200c\u200d")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # PostgreSQL's clock decides, and the application's clock may be hours wrong. So only times that are wrong by more than
@@ -130,6 +135,25 @@ def check_destination(field: str, value: object) -> str:
     if size > MAX_DESTINATION_BYTES:
         raise ArgumentError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")
     return value
+
+
+def check_address(field: str, value: object) -> str:
+    """Return an e-mail address in the one form that is compared: lower case, with the domain in ASCII.
+
+    An address with a name is refused.
+    """
+    if not isinstance(value, str):
+        raise ArgumentError(field, f"must be text, not {type(value).__name__}")
+    local, at, domain = (value[7:] if value[:7].lower() == "mailto:" else value).rpartition("@")
+    if not (local and at) or _NOT_IN_ADDRESS.search(local + domain) or not value.isprintable():
+        raise ArgumentError(field, f"must be one e-mail address, without a name, not {preview(value)}")
+    if IDNA_DEVIATIONS.intersection(domain):
+        raise ArgumentError(field, "must have the domain in its xn-- form")
+    try:
+        domain = domain.encode("idna").decode("ascii")
+    except UnicodeError:
+        raise ArgumentError(field, "the part after @ is not a domain") from None
+    return f"{unicodedata.normalize('NFC', local)}@{domain}".lower()
 
 
 def check_headers(field: str, value: object) -> dict[str, str]:

@@ -356,6 +356,7 @@ class Outbox:
                 version=definition.version,
                 upgrade=definition.upgrade,
                 redact=definition.redact,
+                mailing_list=definition.mailing_list,
                 unreadable_timeout_seconds=seconds_of(definition.unreadable_timeout),
                 max_size=max_size,
                 is_batch=is_batch,

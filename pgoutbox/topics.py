@@ -48,6 +48,7 @@ class Topic(Generic[P]):
     one wait until an operator has redriven or pruned it. Each newer coalesced message restarts the `delay`, but for no
     longer than `max_delay` since the first waiting one. The payloads of an `encrypted` topic, and the contents of
     its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable.
+    The mail of a topic with a `mailing_list` does not go to suppressed addresses: see `Producer.suppress`.
     `redact` names further values to hide, besides passwords and similar ones: names, or paths such as `user.email`. A
     message whose payload does not fit the model of a worker waits for another worker, and fails after
     `unreadable_timeout` and ten attempts.
@@ -82,6 +83,7 @@ class Topic(Generic[P]):
     on_duplicate: OnDuplicate | None = None
     encrypted: bool = False
     redact: tuple[str, ...] = ()
+    mailing_list: str | None = None
     unreadable_timeout: Duration = UNREADABLE_TIMEOUT_SECONDS
     version: int = 1
     upgrade: Mapping[int, Callable[[Any], Any]] = dataclass_field(default_factory=dict, hash=False)
@@ -99,6 +101,7 @@ class Topic(Generic[P]):
             check_delay("unreadable_timeout", self.unreadable_timeout)
             if_given(check_model, "payload", self.payload)
             check_redact("redact", self.redact)
+            if_given(check_name, "mailing_list", self.mailing_list)
             check_version("version", self.version)
             self._check_upgrades()
             for place, alias in enumerate(self.aliases):

@@ -82,14 +82,18 @@ def _parse_time(text: str, direction: int, otherwise: str) -> datetime:
     return moment
 
 
-def read_ids(file: Path) -> list[int]:
-    """Read the message ids of a file, one per line. Ignores empty lines and comments after `#`."""
+def read_text(file: Path) -> str:
+    """Read a file of UTF-8, or stdin for `-`."""
     try:
-        text = (sys.stdin.buffer.read() if str(file) == "-" else _read_file(file)).decode()
+        return (sys.stdin.buffer.read() if str(file) == "-" else _read_file(file)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{file}: not UTF-8 at byte {error.start}") from None
+
+
+def read_ids(file: Path) -> list[int]:
+    """Read the message ids of a file, one per line. Ignores empty lines and comments after `#`."""
     ids: list[int] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         word = line.partition("#")[0].strip()
         if word:
             try:

@@ -401,7 +401,11 @@ def topics(options: AppOptions) -> None:
 
 
 def _topic_row(facts: TopicFacts) -> tuple[object, ...]:
-    fixed = {**facts.options, "unreadable_timeout": facts.unreadable_timeout_seconds}
+    fixed = {
+        **facts.options,
+        "mailing_list": facts.mailing_list,
+        "unreadable_timeout": facts.unreadable_timeout_seconds,
+    }
     if fixed["unreadable_timeout"] == UNREADABLE_TIMEOUT_SECONDS:
         del fixed["unreadable_timeout"]
     shown = {name: f"{value:g} s" if isinstance(value, float) else value for name, value in fixed.items()}

@@ -41,7 +41,17 @@ from pgoutbox.enqueue.validation import Draft, carrying, prepare, prepare_fanout
 from pgoutbox.errors import ArgumentError, ConfigurationError, PgOutboxError, TransactionError
 from pgoutbox.message import OWED, P, State
 from pgoutbox.observability.events import LogEvent
-from pgoutbox.options import KEYS, FanoutOptions, MessageOptions, check_destination, check_id, if_given
+from pgoutbox.options import (
+    KEYS,
+    FanoutOptions,
+    MessageOptions,
+    SuppressionReason,
+    check_address,
+    check_destination,
+    check_id,
+    check_name,
+    if_given,
+)
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import describe, one_line
 from pgoutbox.topics import NewMessage, Recipient, Topic, name_of
@@ -66,6 +76,7 @@ CancelledT = TypeVar("CancelledT")
 RescheduleT = TypeVar("RescheduleT")
 FindT = TypeVar("FindT")
 EditT = TypeVar("EditT")
+SuppressT = TypeVar("SuppressT")
 
 
 class EnqueueOptions(MessageOptions, total=False):
@@ -76,7 +87,7 @@ class EnqueueOptions(MessageOptions, total=False):
     require_transaction: bool
 
 
-class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, FindT, EditT]):
+class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, FindT, EditT, SuppressT]):
     """The calls of both kinds of producer. They differ in what a call returns: its result, or a coroutine of it."""
 
     def __init__(self, router: Router, adapter: Adapter, answer: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
@@ -398,6 +409,59 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         edited: EditT = self._answer(call())
         return edited
 
+    def suppress(
+        self,
+        address: str,
+        reason: SuppressionReason,
+        *,
+        mailing_list: str | None = None,
+        detail: str | None = None,
+        require_transaction: bool = True,
+    ) -> SuppressT:
+        """Stop the mail of a mailing list, or of every list, to an address, in the transaction of the connection.
+
+        After the commit no handler of such a message begins: the message ends `skipped`. Mail of topics without a
+        mailing list passes. A bounce and a complaint stop every list. Only a digest of the address is stored, so that
+        nobody reads it from there; addresses in `detail` are replaced. Idempotent: returns False if that is so already.
+        Raises like `enqueue`.
+
+            outbox.on(connection).suppress("ada@example.org", "unsubscribe", mailing_list="news")
+        """
+
+        async def call() -> bool:
+            target = (
+                check_address("address", address),
+                reason,
+                if_given(check_name, "mailing_list", mailing_list),
+                detail,
+            )
+            await self._begin(require_transaction=require_transaction)
+            ((has_changed,),) = await self._adapter.fetch(sql.SUPPRESS, *target)
+            return bool(has_changed)
+
+        suppressed: SuppressT = self._answer(call())
+        return suppressed
+
+    def unsuppress(
+        self, address: str, *, mailing_list: str | None = None, require_transaction: bool = True
+    ) -> SuppressT:
+        """End the suppression of an address for a mailing list, in the transaction of the connection.
+
+        Without a list it ends the one for every list, and not those for single lists. Links to unsubscribe in earlier
+        mails are refused from then on. Idempotent: returns False if there is none. Raises like `enqueue`.
+
+            outbox.on(connection).unsuppress("ada@example.org", mailing_list="news")
+        """
+
+        async def call() -> bool:
+            target = (check_address("address", address), if_given(check_name, "mailing_list", mailing_list))
+            await self._begin(require_transaction=require_transaction)
+            ((has_changed,),) = await self._adapter.fetch(sql.UNSUPPRESS, *target)
+            return bool(has_changed)
+
+        ended: SuppressT = self._answer(call())
+        return ended
+
     async def _begin(self, *, require_transaction: bool) -> None:
         """Wait for the caller's earlier statements, and check the transaction."""
         await self._adapter.settle()
@@ -470,9 +534,10 @@ class Producer(
         RescheduleResult,
         list[OwnedMessage],
         EditResult,
+        bool,
     ]
 ):
-    """Writes, finds, changes and cancels messages on a sync connection."""
+    """Writes, finds, changes and cancels messages on a sync connection, and suppresses addresses."""
 
 
 _Awaited: TypeAlias = Coroutine[Any, Any, R]
@@ -488,6 +553,7 @@ class AsyncProducer(
         _Awaited[RescheduleResult],
         _Awaited[list[OwnedMessage]],
         _Awaited[EditResult],
+        _Awaited[bool],
     ]
 ):
     """Writes, finds, changes and cancels messages on an async connection.

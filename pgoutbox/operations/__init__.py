@@ -27,10 +27,12 @@ from pgoutbox.operations.records import (
     RetentionRule,
     ShownAttempt,
     ShownMessage,
+    Suppression,
     SwitchedRedirect,
     TopicCounts,
     WorkerRedirect,
 )
+from pgoutbox.options import SuppressionReason
 
 __all__ = [
     "ActResult",
@@ -60,6 +62,8 @@ __all__ = [
     "RetentionRule",
     "ShownAttempt",
     "ShownMessage",
+    "Suppression",
+    "SuppressionReason",
     "SwitchedRedirect",
     "TopicCounts",
     "WorkerRedirect",

@@ -55,6 +55,8 @@ class Action(enum.StrEnum):
     ERASE = "erase"
     EXPORT = "export"
     ADOPT = "adopt"
+    SUPPRESS = "suppress"
+    UNSUPPRESS = "unsuppress"
 
 
 class Correction(TypedDict, total=False):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from itertools import islice
@@ -73,12 +74,13 @@ from pgoutbox.operations.records import (
     ShownAttempt,
     ShownMessage,
     StoredSchedule,
+    Suppression,
     SwitchedRedirect,
     TopicCounts,
     WorkerRedirect,
 )
 from pgoutbox.operations.window import Window
-from pgoutbox.options import check_name
+from pgoutbox.options import SuppressionReason, check_address, check_name
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_topics, parse_target
 
@@ -611,6 +613,62 @@ class Operator:
             raise StateError(f"schedule {name}: its message is refused: {error.diag.message_primary}") from None
         return None if message_id is None else int(message_id)
 
+    def list_suppressions(
+        self, *, address: str | None = None, mailing_list: str | None = None, limit: int = 100
+    ) -> list[Suppression]:
+        """Return up to `limit` suppressions in force, the newest first; of an address or a mailing list if given."""
+        digest = None
+        if address is not None:
+            ((digest,),) = self._fetch(sql.ADDRESS_DIGEST, {"address": check_address("address", address)})
+        which = {"digest": digest, "mailing_list": mailing_list, "limit": limit}
+        return [Suppression._make(row) for row in self._fetch(sql.LIST_SUPPRESSIONS, which)]
+
+    def export_suppressions(self, *, batch_size: int = BATCH_SIZE) -> Iterator[Suppression]:
+        """Yield all suppressions in force, by their digests. `import_suppressions` of this database takes them."""
+        after: dict[str, object] = {"digest": "", "mailing_list": ""}
+        while rows := self._fetch(sql.EXPORT_SUPPRESSIONS, {**after, "limit": batch_size}):
+            yield from map(Suppression._make, rows)
+            after = {"digest": rows[-1][0], "mailing_list": rows[-1][1] or ""}
+
+    def suppress(
+        self, address: str, reason: SuppressionReason, *, mailing_list: str | None = None, detail: str | None = None
+    ) -> bool:
+        """Stop the mail of a mailing list, or of every list, to an address, as `Producer.suppress` does."""
+        values = {"address": check_address("address", address), "reason": reason}
+        ((has_changed,),) = self._act(sql.ADD_SUPPRESSION, {**values, "mailing_list": mailing_list, "detail": detail})
+        return bool(has_changed)
+
+    def unsuppress(self, address: str, *, mailing_list: str | None = None) -> bool:
+        """End the suppression of an address for a mailing list, or that for every list. Return False without one."""
+        values = {"address": check_address("address", address), "mailing_list": mailing_list}
+        ((has_changed,),) = self._act(sql.REMOVE_SUPPRESSION, values)
+        return bool(has_changed)
+
+    def import_suppressions(
+        self,
+        items: Iterable[Mapping[str, JsonValue]],
+        *,
+        batch_size: int = BATCH_SIZE,
+        progress: Progress | None = None,
+    ) -> int:
+        """Suppress many addresses, and return the number of new suppressions. Each batch is committed separately.
+
+        An item has an `address` or a `digest` of this database, a `reason`, and may have a `mailing_list`, a `detail`
+        and a time `created_at`. Raises `ArgumentError` for the first wrong item, whose batch is not imported.
+        """
+        act, count, numbered = self._named(), 0, enumerate(items)
+        while part := list(islice(numbered, batch_size)):
+            given = [_in_one_form(number, item) for number, item in part]
+            try:
+                ((added,),) = self._act(sql.IMPORT_SUPPRESSIONS, {"items": Jsonb(given)}, act)
+            except ArgumentError as error:  # It counts within its batch.
+                index, _, field = error.field.removeprefix("items[").partition("].")
+                raise ArgumentError(f"items[{part[int(index)][0]}].{field}", error.reason) from None
+            count += added
+            if progress is not None:
+                progress(part[-1][0] + 1)
+        return count
+
     def limit_rate(self, queue: str, rate: Rate | None, *, burst: int | None = None) -> None:
         """Limit the attempts of a queue that begin in any period of the rate, in all workers together; None removes it.
 
@@ -852,10 +910,12 @@ class Operator:
         try:
             return operator_connection.transact(self._connection, announce_and_run)
         except InvalidParameterValue as error:
-            reason = (error.diag.message_primary or "").partition(f": {error.diag.column_name}: ")[2]
-            if error.diag.schema_name != "pgoutbox" or not reason:
+            found = re.search(
+                rf": ((?:items\[\d+\]\.)?{error.diag.column_name}): (.+)", error.diag.message_primary or ""
+            )
+            if error.diag.schema_name != "pgoutbox" or found is None:
                 raise
-            raise ArgumentError(str(error.diag.column_name), reason) from None
+            raise ArgumentError(found[1], found[2]) from None
         except CheckViolation as error:
             if error.diag.constraint_name not in ("queue_ceiling", "blackout"):
                 raise
@@ -871,6 +931,12 @@ def _chosen(ids: Sequence[int] | None, owner: str | None, destination: str | Non
         if chosen[name] == "":
             raise ConfigurationError(f"{name}: must not be empty")
     return chosen
+
+
+def _in_one_form(number: int, item: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Return an item of an import with the address in the form that is compared."""
+    address = item.get("address")
+    return item if address is None else {**item, "address": check_address(f"items[{number}].address", address)}
 
 
 def _seconds(duration: timedelta | None) -> float | None:

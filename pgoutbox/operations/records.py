@@ -177,6 +177,16 @@ class StoredSchedule(NamedTuple):
         return [time for time in times if self.until_at is None or time <= self.until_at]
 
 
+class Suppression(NamedTuple):
+    """A suppression in force: the digest of an address, and the mailing list that it stops. None: every list."""
+
+    digest: str
+    mailing_list: str | None
+    reason: str
+    detail: str | None
+    created_at: datetime
+
+
 class ClosedBreaker(NamedTuple):
     """The result of a close: whether the breaker was open, and how many postponed messages are due now."""
 

@@ -12,6 +12,7 @@ from email.headerregistry import Address
 from typing import NamedTuple
 
 from pgoutbox.message import Permanent
+from pgoutbox.options import IDNA_DEVIATIONS
 from pgoutbox.transports.checks import refuse_characters, require_text
 
 # All characters that some parser treats as the end of a line or of a text. A tab is only white space.
@@ -23,9 +24,6 @@ _LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 """A host name that is valid after EHLO, in a Message-ID and in a URL."""
-
-# IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
-_IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
 
 
 class Mailbox(NamedTuple):
@@ -72,7 +70,7 @@ def _display_name(name: str, text: str) -> str:
 
 def _ascii_domain(name: str, domain: str) -> str:
     if not domain.isascii():
-        if deviating := _IDNA_DEVIATIONS.intersection(domain):
+        if deviating := IDNA_DEVIATIONS.intersection(domain):
             raise Permanent(f"{name}: give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
         try:
             domain = domain.encode("idna").decode("ascii")

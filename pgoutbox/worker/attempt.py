@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -89,6 +89,14 @@ class InFlight(dict[int, "Attempt"]):
         self.forget(attempt)
 
 
+class ListAnswer(NamedTuple):
+    """The answer that an address is not suppressed for a mailing list: its digest, and the time by both clocks."""
+
+    digest: str
+    answered_at: datetime
+    asked_at: float
+
+
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.
 
 
@@ -102,7 +110,8 @@ class Attempt(Context):
     result is known, `sent` that it is a hand-over, and `is_written` that its handler's transaction has written it.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
-    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun.
+    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun. `list_answer` is
+    the last one about its address, if its topic has a mailing list.
     """
 
     message: Message[object]
@@ -121,6 +130,7 @@ class Attempt(Context):
     sent: bool = field(default=False, init=False)
     is_written: bool = field(default=False, init=False)
     is_at_gate: bool = field(default=False, init=False)
+    list_answer: ListAnswer | None = field(default=None, init=False)
     sync_connection: psycopg.Connection[TupleRow] | None = field(default=None, init=False)
     _connection: psycopg.AsyncConnection[TupleRow] | None = field(default=None, init=False)
     in_flight: InFlight = field(init=False)

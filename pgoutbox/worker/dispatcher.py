@@ -25,6 +25,7 @@ from pgoutbox.worker.threads import AttemptThreads
 MIN_SNOOZE_SECONDS = 1.0
 
 Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
+Prepare = Callable[[Attempt, Content], Awaitable[Content | Outcome]]
 
 _SENT_ALONE: Final = (Sent(),)
 
@@ -38,10 +39,12 @@ class Dispatcher:
         threads: AttemptThreads,
         *,
         send: Send | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         self._transports = transports
         self._threads = threads
         self._send = send or send_by
+        self._prepare = prepare
 
     async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
         """Run one attempt of one message. Return a list with its outcome."""
@@ -140,6 +143,10 @@ class Dispatcher:
                 return result
             # `isinstance` with a protocol takes fifty times as long.
             case _ if (scheme := getattr(result, "scheme", None)) is not None:
+                if attempt.handler.mailing_list is not None and self._prepare is not None:
+                    result = await self._prepare(attempt, cast("Content", result))
+                    if isinstance(result, Outcome):
+                        return result
                 current_gate.set(attempt.pass_gate)
                 return await self._deliver(message, cast("Content", result), scheme)
             case _:

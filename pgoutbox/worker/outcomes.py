@@ -25,6 +25,7 @@ from pgoutbox.message import (
     Skip,
     Snooze,
     State,
+    Suppressed,
     Transient,
     Unavailable,
 )
@@ -239,7 +240,8 @@ def end_of(attempt: Attempt, result: _Unsent) -> End:
             return End(AttemptOutcome.FAILED, clean_text(str(error)))
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
-            return End(AttemptOutcome.SKIPPED, text)
+            code = ReasonCode.SUPPRESSED if isinstance(result, Suppressed) else None
+            return End(AttemptOutcome.SKIPPED, text, reason_code=code)
         case Released():
             return End(AttemptOutcome.RELEASED, is_for_others=True)
         case Snooze(delay_seconds=delay, reason=reason):

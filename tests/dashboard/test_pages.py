@@ -3200,7 +3200,7 @@ def test_a_waiting_message_links_to_the_one_that_it_waits_for(site: Site, db: ps
 def test_every_reason_to_wait_has_words() -> None:
     view = Path(__file__).parents[2] / "migrations/sql/views/waiting_view.sql"
     reasons = set(re.findall(r"(?:THEN|ELSE) '([a-z_ ]+)'", view.read_text(encoding="utf-8")))
-    # The view shows the other reasons of attempts as they are.
-    reasons |= set(ReasonCode) - {ReasonCode.CIRCUIT_OPEN, ReasonCode.STALLED}
+    # The view shows the other reasons of attempts as they are. A suppressed message does not wait.
+    reasons |= set(ReasonCode) - {ReasonCode.CIRCUIT_OPEN, ReasonCode.STALLED, ReasonCode.SUPPRESSED}
     assert {"due", "no worker", "breaker", "in order"} <= reasons
     assert reasons == WAITS.keys()

@@ -58,8 +58,8 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 VIEWS: Final = (
     "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
-    "queue_view", "redirect_view", "retention_view", "schedule_view", "topic_pause_view", "waiting_view",
-    "worker_event_view", "worker_view",
+    "queue_view", "redirect_view", "retention_view", "schedule_view", "suppression_view", "topic_pause_view",
+    "waiting_view", "worker_event_view", "worker_view",
 )  # fmt: skip
 
 LIMITED: Final = (
@@ -104,7 +104,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
 
 ENQUEUE_FUNCTIONS: Final = (
     "cancel cancel_all cancel_by_key edit enqueue enqueue_fanout enqueue_many _enqueue_receipt find "
-    "lock_for_enqueue reschedule set_schedule _state_of unset_schedule"
+    "lock_for_enqueue reschedule set_schedule _state_of suppress _suppressed unset_schedule unsuppress"
 )
 PRUNE_BY_RULES: Final = "_prune_audit _prune_by_rule _prune_content _prune_dedupe_by_rule _prune_keys"
 MAINTENANCE_FUNCTIONS: Final = "_drop_partition _kept_until make_partition"
@@ -121,6 +121,7 @@ FUNCTION_RIGHTS: Final[dict[str, str]] = {
     "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tick_schedule "
     "_tokens_of _with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
+    "address_digest import_suppressions suppress unsuppress "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
     "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_schedule pause_topic prune "
     "_prune_dedupe redrive release reschedule resend resume_schedule resume_topic run_schedule _selected_messages "
@@ -1067,6 +1068,11 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         """SELECT pgoutbox.set_schedule('s', '0 7 * * *', '{"topic": "mail", "payload": 1}')""",
     ),
     (PRODUCER, "SELECT pgoutbox.unset_schedule('s')"),
+    (PRODUCER, "SELECT pgoutbox.suppress('ada@example.org', 'bounce', detail => 'to ada@example.org')"),
+    (OPERATOR, "SELECT pgoutbox.unsuppress('otto@example.org')"),
+    (OPERATOR, """SELECT pgoutbox.import_suppressions('[{"address": "ada@example.org", "reason": "manual"}]')"""),
+    (OPERATOR, "SELECT pgoutbox.address_digest('ada@example.org')"),
+    (WORKER, "SELECT FROM pgoutbox._suppressed('{ada@example.org}', '{news}')"),
     (WORKER, "SELECT pgoutbox._tick_schedule('s', 1, NULL, ARRAY[pg_catalog.now()], pg_catalog.now())"),
     (OPERATOR, "SELECT pgoutbox.pause_schedule('s')"),
     (OPERATOR, "SELECT pgoutbox.resume_schedule('paused')"),
@@ -1091,6 +1097,7 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
         f"{LIMITED}; INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')"
     )
     rolled_back.execute("INSERT INTO pgoutbox.topic_pause (topic) VALUES ('news')")
+    rolled_back.execute("SELECT pgoutbox.suppress('otto@example.org', 'manual')")
     rolled_back.execute(
         "INSERT INTO pgoutbox.schedule (name, rule, message, paused_at) VALUES"
         """ ('s', 'every 60', '{"topic": "mail", "payload": 1}', NULL), ('paused', 'every 60', '{}', now())"""

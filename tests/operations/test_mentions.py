@@ -32,14 +32,14 @@ COLUMNS: Final = """
 """
 
 NAMELESS: Final = {
-    "names of topics, queues and schedules": {
-        "topic", "topics", "exempt_topics", "queue", "queue.name", "queues", "scope", "schedule.name",
+    "names of topics, queues, schedules and mailing lists": {
+        "mailing_list", "topic", "topics", "exempt_topics", "queue", "queue.name", "queues", "scope", "schedule.name",
     },
     "names of processes and databases": {
         "worker", "worker.name", "released_from", "database_name", "deployment",
     },
     "words of pgoutbox and PostgreSQL": {
-        "schedule.rule", "schedule.timezone", "schedule.missed", "schedule.problem",
+        "suppression.reason", "schedule.rule", "schedule.timezone", "schedule.missed", "schedule.problem",
         "state", "action", "time_zone", "version", "version_num", "lowest_package", "applied_by",
     },
     "digests and random bytes": {"payload_digest", "digest", "secret.key"},
@@ -56,6 +56,7 @@ ROWS: Final = """
     INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) VALUES ('k', now(), 1, 'w', '');
     INSERT INTO pgoutbox.redirect (set_at, target, set_by) VALUES (now(), '@example.org', 'olga');
     INSERT INTO pgoutbox.schedule (name, rule, message) VALUES ('s', 'every 60', '{}');
+    INSERT INTO pgoutbox.suppression (digest, mailing_list, reason) VALUES (md5(''), '', 'manual');
     INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{}', '{}')
 """
 """A row of each table with a column that may name a person; `home` has one already."""

@@ -12,7 +12,8 @@ CREATE TYPE pgoutbox.attempt AS (
     error         text, -- Error message, cut at 1000 characters.
     -- The innermost frame of the application in the traceback of its handler: file:line function. Else null.
     error_place   text,
-    -- Why pgoutbox postponed the message: circuit_open, stalled, unavailable, redirect or unreadable. Else null.
+    -- Why pgoutbox postponed the message: circuit_open, stalled, unavailable, redirect or unreadable. Or why it skipped the
+    -- message: suppressed. Else null.
     reason_code   text,
     breaker_key   text -- The circuit breaker that postponed it, for circuit_open and stalled.
 );

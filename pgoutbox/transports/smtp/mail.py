@@ -364,6 +364,12 @@ def _destination(message: Message[object]) -> list[Mailbox]:
     return [parse_mailbox("destination", unquote(address, errors="surrogateescape"))]
 
 
+def address_of(message: Message[object]) -> str | None:
+    """Return the address of a `mailto:` destination, without a name; None for another one. Raises `Permanent`."""
+    boxes = _destination(message)
+    return boxes[0].address.addr_spec if boxes else None
+
+
 def _mailboxes(name: str, value: object) -> list[Mailbox]:
     if isinstance(value, str):
         return [parse_mailbox(name, value)]

@@ -1,0 +1,39 @@
+-- Suppress many addresses: a JSON array of objects with `address` or `digest`, and with `reason`, `mailing_list`, `detail` and
+-- `created_at`. The digests are those of this database. Suppressions that are in force stay as they are, and ended ones begin
+-- again. Returns the number of new ones.
+CREATE FUNCTION pgoutbox.import_suppressions(items jsonb)
+RETURNS bigint
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    changed_count bigint;
+BEGIN
+    PERFORM pgoutbox._raise_argument_error(CASE
+        WHEN items IS NULL THEN 'items: must not be null'
+        WHEN jsonb_typeof(items) <> 'array' THEN 'items: must be a JSON array'
+    END, in_function => 'import_suppressions');
+    PERFORM pgoutbox._raise_argument_error(
+        pgoutbox._suppression_error(i.address, i.digest, i.mailing_list, i.reason, i.created_at),
+        'items', i.place - 1, 'import_suppressions'
+    )
+    FROM ROWS FROM (jsonb_to_recordset(items) AS (
+        address text, digest text, mailing_list text, reason text, created_at timestamptz
+    )) WITH ORDINALITY AS i(address, digest, mailing_list, reason, created_at, place);
+    SELECT count(*) FILTER (WHERE pgoutbox._suppress(f.digest, f.mailing_list, f.reason, f.detail, f.created_at))
+    INTO changed_count
+    FROM (
+        SELECT
+            coalesce(i.digest, pgoutbox.address_digest(i.address)) AS digest,
+            i.mailing_list, i.reason, i.detail, i.created_at
+        FROM jsonb_to_recordset(items) AS i(
+            address text, digest text, mailing_list text, reason text, detail text, created_at timestamptz
+        )
+        ORDER BY 1, 2 -- Two imports lock the same rows in one order.
+        OFFSET 0
+    ) AS f;
+    PERFORM pgoutbox._record_act('suppress', message_count => changed_count::integer);
+    RETURN changed_count;
+END
+$function$;

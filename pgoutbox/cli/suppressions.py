@@ -1,0 +1,120 @@
+"""The commands for suppressed addresses."""
+
+from __future__ import annotations
+
+import sys
+from csv import DictReader, writer
+from datetime import UTC
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pgoutbox.cli.arguments import read_text
+from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, progress
+from pgoutbox.cli.options import DatabaseOptions, Limit, Options, command, open_operator, read_settings
+from pgoutbox.cli.program import app, interruptible
+from pgoutbox.operations import Suppression
+from pgoutbox.text import pluralize
+
+suppression_app = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="List and change the addresses to which no mail of a list goes."
+)
+app.add_typer(suppression_app, name="suppression")
+
+
+class _Reason(StrEnum):
+    BOUNCE = "bounce"
+    COMPLAINT = "complaint"
+    UNSUBSCRIBE = "unsubscribe"
+    MANUAL = "manual"
+
+
+Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="An e-mail address, without a name.")]
+MailingList = Annotated[
+    str | None, typer.Option("--list", metavar="NAME", help="Only this mailing list (default: every list).")
+]
+Reason = Annotated[_Reason, typer.Option(help="Why. A bounce and a complaint stop every list.")]
+
+
+@command("list", of=suppression_app)
+def list_suppressions(
+    *,
+    address: Annotated[str | None, typer.Option(help="Only those of this e-mail address.")] = None,
+    mailing_list: Annotated[str | None, typer.Option("--list", metavar="NAME", help="Only this mailing list.")] = None,
+    limit: Limit = 100,
+    options: Options,
+) -> None:
+    """List the suppressions in force, the newest first. They have digests and no addresses."""
+    with open_operator(options.settings, read_only=True) as operator:
+        found = operator.list_suppressions(address=address, mailing_list=mailing_list, limit=limit)
+    if found or options.as_json:
+        options.print_rows(Suppression._fields, found)
+    else:
+        print_line("no suppressed addresses")
+
+
+@command(of=suppression_app)
+def add(
+    address: Address,
+    *,
+    reason: Reason = _Reason.MANUAL,
+    mailing_list: MailingList = None,
+    detail: Annotated[str | None, typer.Option(help="A note, such as 5.1.1. Addresses in it are replaced.")] = None,
+    options: Options,
+) -> None:
+    """Stop the mail of a mailing list, or of every list, to an address."""
+    with open_operator(options.settings) as operator:
+        has_changed = operator.suppress(address, reason.value, mailing_list=mailing_list, detail=detail)
+    options.print({"changed": has_changed}, "suppressed" if has_changed else "was suppressed already")
+
+
+@command(of=suppression_app)
+def remove(address: Address, *, mailing_list: MailingList = None, options: Options) -> None:
+    """End the suppression of an address for one mailing list, or that for every list."""
+    with open_operator(options.settings) as operator:
+        has_changed = operator.unsuppress(address, mailing_list=mailing_list)
+    if options.as_json:
+        print_json({"changed": has_changed})
+    elif has_changed:
+        print_line("no longer suppressed")
+    else:
+        print_error("there is no such suppression; `pgoutbox suppression list --address ADDRESS` shows all")
+    if not has_changed:
+        raise typer.Exit(FAILED)
+
+
+@command("import", of=suppression_app)
+def import_suppressions(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header line; - means stdin.")],
+    *,
+    reason: Reason = _Reason.MANUAL,
+    mailing_list: MailingList = None,
+    options: Options,
+) -> None:
+    """Suppress the addresses of a CSV file, which are stored as digests.
+
+    Its columns are `address`, or `digest` from an export of this database, and optionally `reason`, `mailing_list`,
+    `detail` and `created_at`. Options are for rows without these columns. Suppressions that exist stay as they are.
+    """
+    lines = DictReader(read_text(file).splitlines())
+    if unknown := set(lines.fieldnames or ()) - {"address", *Suppression._fields}:
+        raise typer.BadParameter(f"{file}: unknown column {min(unknown)!r}; the first line names the columns")
+    defaults = {"reason": reason.value, "mailing_list": mailing_list}
+    # An empty field is a missing one.
+    rows = ({**defaults, **{name: text for name, text in row.items() if text}} for row in lines)
+    told = interruptible("the batches so far are committed")
+    with open_operator(options.settings) as operator, told, progress("import") as report:
+        count = operator.import_suppressions(rows, progress=report)
+    options.print({"added": count}, f"{pluralize(count, 'suppression')} added")
+
+
+@command("export", of=suppression_app)
+def export_suppressions(*, place: DatabaseOptions) -> None:
+    """Print all suppressions in force as CSV, with digests, which only this database can compare."""
+    with open_operator(read_settings(place.dsn, place.database), read_only=True) as operator:
+        lines = writer(sys.stdout, lineterminator="\n")
+        lines.writerow(Suppression._fields)
+        for one in operator.export_suppressions():
+            lines.writerow(one._replace(created_at=one.created_at.astimezone(UTC)))
