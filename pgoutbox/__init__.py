@@ -66,6 +66,7 @@ PUBLIC_MODULES = (
     "pgoutbox.operations",
     "pgoutbox.testing",
     "pgoutbox.transports",
+    "pgoutbox.unsubscribe",
     "pgoutbox.webhooks",
 )
 

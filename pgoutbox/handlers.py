@@ -184,6 +184,15 @@ class Context(ABC):
 
     @property
     @abstractmethod
+    def unsubscribe_url(self) -> str:
+        """The link with which the recipient unsubscribes from the mailing list of the topic, for the text of the mail.
+
+        The worker adds the headers itself. Raises `ConfigurationError` for a topic without a mailing list, and without
+        the settings `unsubscribe.url` and `unsubscribe.keys`.
+        """
+
+    @property
+    @abstractmethod
     def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, expired, or owned by another worker.
 
@@ -219,6 +228,11 @@ class SyncContext:
     def connection(self) -> psycopg.Connection[TupleRow]:
         """The connection of a transactional handler, in a transaction that the worker opened and will end."""
         return lent(self._connection)
+
+    @property
+    def unsubscribe_url(self) -> str:
+        """The link with which the recipient unsubscribes from the mailing list of the topic."""
+        return self._context.unsubscribe_url
 
     @property
     def should_stop(self) -> bool:

@@ -42,6 +42,8 @@ _ALERT_DESTINATION = re.compile(
 _MAX_DESTINATION_BYTES = 2048
 T = TypeVar("T")
 
+_UNSUBSCRIBE_URL = re.compile(r"(?:https://|http://(?:localhost|127\.0\.0\.1)(?=[:/]))(?:(?![?#<>,])[!-~])+")
+_MIN_KEY_LENGTH = 32
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
@@ -166,6 +168,40 @@ class WebhookSettings(_Group):
     """Maximum length of the response excerpt in an error, in characters. 0: no excerpt."""
     trace_context: bool = False
     """Send `traceparent` with webhooks. It reveals the trace id to the receivers."""
+
+
+class UnsubscribeSettings(_Group):
+    """Links to unsubscribe in the mail of topics with a mailing list."""
+
+    url: str | None = None
+    """Address of the links, where `pgoutbox.unsubscribe` is mounted, such as `https://club.example.org/unsubscribe`."""
+    keys: SecretStr | None = None
+    """Keys that sign the links, separated by commas, each of 32 characters at least. The first key signs; all keys
+    verify. Keep an old key as long as links that it has signed shall work."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is not None and _UNSUBSCRIBE_URL.fullmatch(url) is None:
+            raise ValueError("must be an https: URL without a query, such as https://club.example.org/unsubscribe")
+        return url
+
+    @field_validator("keys")
+    @classmethod
+    def _check_keys(cls, keys: SecretStr | None) -> SecretStr | None:
+        for number, text in enumerate(keys.get_secret_value().split(",") if keys is not None else (), start=1):
+            if len(text.strip()) < _MIN_KEY_LENGTH:
+                raise ValueError(
+                    f"key {number} has less than {_MIN_KEY_LENGTH} characters; make one with: "
+                    "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                )
+        return keys
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.url is not None and self.keys is None:
+            raise ValueError("PGOUTBOX_UNSUBSCRIBE_URL is set, PGOUTBOX_UNSUBSCRIBE_KEYS is not")
+        return self
 
 
 class BreakerSettings(_Group):
@@ -418,6 +454,7 @@ class Settings(_Group, BaseSettings):
     mail: MailSettings = MailSettings()
     redirect: RedirectSettings = RedirectSettings()
     webhook: WebhookSettings = WebhookSettings()
+    unsubscribe: UnsubscribeSettings = UnsubscribeSettings()
     breaker: BreakerSettings = BreakerSettings()
     redis: RedisSettings = RedisSettings()
     nats: NatsSettings = NatsSettings()

@@ -16,6 +16,7 @@ from pgoutbox.cli.databases import load_database, serves_all
 from pgoutbox.cli.options import App, DatabaseOptions, expanded
 from pgoutbox.errors import ConfigurationError, NotReadyError, require_extra
 from pgoutbox.settings import load_settings
+from pgoutbox.unsubscribe import AsgiApp, asgi_app
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.access import Access
@@ -47,7 +48,8 @@ def web(
 
     People sign in with the credentials in PGOUTBOX_WEB_VIEWER_TOKENS and PGOUTBOX_WEB_OPERATOR_TOKENS. With --app, it
     lists the application's topics, enqueues by their definitions, and hides the names that they redact. With many
-    databases (PGOUTBOX_DSNS) it lists them first.
+    databases (PGOUTBOX_DSNS) it lists them first. With PGOUTBOX_UNSUBSCRIBE_URL, it also serves the links below the
+    path of that address, without a sign-in.
     """
     if context.invoked_subcommand is not None:
         return
@@ -62,7 +64,9 @@ def web(
     from pgoutbox.dashboard.server import Server
 
     access = _access_for(settings, host, insecure=insecure, role=role)
-    pages = create_app(outbox if outbox is not None else settings, settings=settings, access=access)
+    pages: AsgiApp = create_app(outbox if outbox is not None else settings, settings=settings, access=access)
+    if settings.unsubscribe.url is not None and settings.dsn is not None:
+        pages = asgi_app(settings, otherwise=pages)
     try:
         server = Server(pages, settings, host=host, port=port, started=_print_url)
     except OSError as error:

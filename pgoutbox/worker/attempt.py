@@ -12,7 +12,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.errors import LeaseLostError
+from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, Handler, lent
 from pgoutbox.kernel.seams import End, Keys
 from pgoutbox.message import FencingToken, Message, Outcome, Snooze
@@ -90,11 +90,10 @@ class InFlight(dict[int, "Attempt"]):
 
 
 class ListAnswer(NamedTuple):
-    """The answer that an address is not suppressed for a mailing list: its digest, and the time by both clocks."""
+    """The answer about an address and a mailing list: when it was asked for, and the link to unsubscribe, if any."""
 
-    digest: str
-    answered_at: datetime
     asked_at: float
+    link: str | None
 
 
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.
@@ -180,6 +179,15 @@ class Attempt(Context):
         if self.handler.transactional:
             return (self._connection or self.sync_connection) is not None
         return not self.is_at_gate
+
+    @property
+    def unsubscribe_url(self) -> str:
+        if self.list_answer is None or self.list_answer.link is None:
+            raise ConfigurationError(
+                "ctx.unsubscribe_url: needs a topic with a mailing_list, and PGOUTBOX_UNSUBSCRIBE_URL with "
+                "PGOUTBOX_UNSUBSCRIBE_KEYS"
+            )
+        return self.list_answer.link
 
     @property
     def should_stop(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,7 @@ from pgoutbox.message import Outcome, Permanent, Snooze, Suppressed
 from pgoutbox.options import check_address
 from pgoutbox.transports import Content
 from pgoutbox.transports.smtp.mail import Email, RawEmail, address_of
+from pgoutbox.unsubscribe.tokens import Target, keys_of, token_of
 from pgoutbox.worker.attempt import ListAnswer
 from pgoutbox.worker.threads import thread_owner
 
@@ -43,8 +45,12 @@ class MailingLists:
     """The questions of one run of a worker."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
-        self._settings = settings
         self._store = store
+        # The token does not name a database: one of many would get the links of the others.
+        self._url = (
+            None if settings.unsubscribe.url is None or settings.database else settings.unsubscribe.url.rstrip("/")
+        )
+        self._keys = keys_of(settings.unsubscribe)
         self._waiting: list[_Waiting] = []
         self._asking: asyncio.Task[None] | None = None
 
@@ -76,7 +82,8 @@ class MailingLists:
         if isinstance(content, RawEmail) and content.to is not None:
             return Permanent("raw_email.to: a mail of a mailing list goes to the destination of its message alone")
         is_fresh = attempt.list_answer is not None and elapsed_clock() - attempt.list_answer.asked_at < _FRESH_SECONDS
-        return content if is_fresh else await self._refusal(attempt) or content
+        refusal = None if is_fresh else await self._refusal(attempt)
+        return refusal or _with_link(content, attempt.list_answer)
 
     async def _refusal(self, attempt: Attempt) -> Outcome | None:
         """Ask about the address of an attempt. Return the outcome if it must not go on."""
@@ -94,7 +101,10 @@ class MailingLists:
                 return Snooze(_PAUSE_SECONDS, f"not sent: the suppressed addresses are unknown: {type(error).__name__}")
             if elapsed_clock() - asked_at < _FRESH_SECONDS:
                 break
-        attempt.list_answer = ListAnswer(digest, answered_at, asked_at)
+        link = None
+        if self._url is not None:
+            link = f"{self._url}/{token_of(Target(digest, mailing_list, answered_at), self._keys)}"
+        attempt.list_answer = ListAnswer(asked_at, link)
         return None if reason is None else Suppressed(reason)
 
     async def _ask(self, address: str, mailing_list: str) -> _Answer:
@@ -121,3 +131,13 @@ class MailingLists:
                     if not (future := futures[place - 1]).done():
                         future.set_result((answer[0], answer[1], answer[2]))
         self._asking = None
+
+
+def _with_link(content: Content, answer: ListAnswer | None) -> Content:
+    """Return an e-mail with the headers of RFC 8058, unless its handler has set them itself."""
+    if not isinstance(content, Email) or answer is None or answer.link is None:
+        return content
+    if any(name.lower() == "list-unsubscribe" for name in content.headers):
+        return content
+    headers = {"List-Unsubscribe": f"<{answer.link}>", "List-Unsubscribe-Post": "List-Unsubscribe=One-Click"}
+    return dataclasses.replace(content, headers={**content.headers, **headers})

@@ -86,6 +86,20 @@ def test_it_lists_the_databases_of_a_fleet(dsn: str, tmp_path: Path, started: li
     assert "<h1>Overview</h1>" in httpx.get(f"{web.url()}/acme/").text
 
 
+def test_it_serves_the_links_to_unsubscribe_without_a_sign_in(
+    dsn: str, tmp_path: Path, started: list[WebProcess]
+) -> None:
+    links = {
+        "unsubscribe_url": "https://club.example.org/leave",
+        "unsubscribe_keys": f"{CANARY} of 32 characters at least",
+    }
+    web = WebProcess(tmp_path, dsn=dsn, web_operator_tokens=OPERATOR_TOKEN, **links)
+    started.append(web)
+    assert "This link is not valid." in httpx.get(f"{web.url()}/leave/x").text
+    assert httpx.get(f"{web.url()}/messages").status_code in (303, 401)
+    assert CANARY not in web.output
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
     assert "is not a loopback address" in refusal("--insecure", "--host", host)

@@ -52,6 +52,7 @@ BEGIN
             ('{pgoutbox_worker}', 'EXECUTE ON FUNCTION', '_tick_schedule'),
             ('{pgoutbox_producer, pgoutbox_worker, pgoutbox_operator}', 'EXECUTE ON FUNCTION', 'suppress, unsuppress'),
             ('{pgoutbox_producer, pgoutbox_worker}', 'EXECUTE ON FUNCTION', '_suppressed'),
+            ('{pgoutbox_producer, pgoutbox_operator}', 'EXECUTE ON FUNCTION', '_unsubscribe'),
             ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION', 'import_suppressions, address_digest'),
             ('{pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'suppression_view'),
             ('{pgoutbox_worker}', 'SELECT, UPDATE (problem) ON', 'schedule'),
