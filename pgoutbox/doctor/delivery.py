@@ -570,6 +570,20 @@ def check_schedules(context: DoctorContext) -> Iterator[Finding]:
     yield ok("schedules-served", "all schedules are served")
 
 
+def check_unsubscribe(context: DoctorContext) -> Iterator[Finding]:
+    """Check that the mail of lists has links to unsubscribe."""
+    topics = {} if context.outbox is None else context.outbox.topics
+    lists = sorted({topic.mailing_list for topic in topics.values() if topic.mailing_list is not None})
+    if lists and context.settings.unsubscribe.url is None:
+        yield warning(
+            "unsubscribe-url-missing",
+            f"mailing lists without links to unsubscribe: {join_names(lists)}",
+            "large mail providers ask for them, and people use the button for spam instead",
+            "set PGOUTBOX_UNSUBSCRIBE_URL and PGOUTBOX_UNSUBSCRIBE_KEYS, or set the header in each handler",
+        )
+    yield ok("mailing-lists-in-order", "the mail of lists has links to unsubscribe" if lists else "no mailing list")
+
+
 def check_redirect(context: DoctorContext) -> Iterator[Finding]:
     """Find redirects that are on, and blackouts that forbid them."""
     rows = context.ask(sql.READ_REDIRECTS)

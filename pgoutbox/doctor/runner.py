@@ -51,6 +51,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "breakers": delivery.check_breakers,
     "receivers": delivery.check_receivers,
     "schedules": delivery.check_schedules,
+    "unsubscribe": delivery.check_unsubscribe,
     "redirect": delivery.check_redirect,
     "failed": delivery.check_failed,
     "destinations": delivery.check_destinations,

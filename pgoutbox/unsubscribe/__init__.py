@@ -28,6 +28,7 @@ WsgiApp: TypeAlias = "Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]
 """An application for servers such as gunicorn, and for werkzeug's `DispatcherMiddleware` in Flask."""
 
 _TEXTS: Final = Texts()
+_MOST_CLICKS: Final = 200
 
 
 def asgi_app(settings: Settings | None = None, *, texts: Texts = _TEXTS, otherwise: AsgiApp | None = None) -> AsgiApp:
@@ -54,8 +55,7 @@ def asgi_app(settings: Settings | None = None, *, texts: Texts = _TEXTS, otherwi
                 body += event.get("body", b"")
                 if not event.get("more_body"):
                     break
-            # It may ask the database.
-            answer = await asyncio.to_thread(endpoint().answer, scope["method"], scope["path"], body)
+            answer = await _answer(endpoint(), scope["method"], scope["path"], body)
             headers = [(name.lower().encode(), value.encode()) for name, value in _headers_of(answer)]
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             await send({"type": "http.response.body", "body": answer.body})
@@ -84,6 +84,18 @@ def wsgi_app(settings: Settings | None = None, *, texts: Texts = _TEXTS) -> Wsgi
         return [answer.body]
 
     return app
+
+
+async def _answer(endpoint: Endpoint, method: str, path: str, body: bytes) -> Answer:
+    if method != "POST":
+        return endpoint.answer(method, path, body)
+    # The threads of the application stay free, however many clicks there are.
+    if len(endpoint.clicks) >= _MOST_CLICKS:
+        return endpoint.busy()
+    click = asyncio.get_running_loop().run_in_executor(endpoint.threads, endpoint.answer, method, path, body)
+    endpoint.clicks.add(click)
+    click.add_done_callback(endpoint.clicks.discard)
+    return await asyncio.shield(click)
 
 
 def _endpoint_of(settings: Settings | None, texts: Texts) -> Callable[[], Endpoint]:

@@ -12,7 +12,9 @@ import hashlib
 import html
 import re
 import threading
+from asyncio import Future
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
@@ -27,8 +29,10 @@ from pgoutbox.settings import Settings
 from pgoutbox.unsubscribe.tokens import Target, keys_of, target_of
 
 MAX_BODY_BYTES: Final = 4_096
-_MOST_AT_ONCE: Final = 4  # Each has a connection.
-_PATIENCE_SECONDS: Final = 5.0
+MOST_AT_ONCE: Final = 4
+"""The number of clicks that ask the database at a time, each by a connection of its own."""
+_PATIENCE_SECONDS: Final = 5
+_TURN_SECONDS: Final = 1.0
 # RFC 8058 allows both encodings of a form.
 _ONE_CLICK: Final = re.compile(
     rb'(?:\A|&)List-Unsubscribe=One-Click(?:&|\Z)|name="?List-Unsubscribe"?\r?\n(?:[^\r\n]+\r?\n)*\r?\nOne-Click\r?\n'
@@ -86,14 +90,17 @@ class Endpoint:
 
     def __init__(self, settings: Settings, texts: Texts) -> None:
         self._dsn = settings.require_dsn()
-        self._settings = settings
         self._texts = texts
         self._keys = keys_of(settings.unsubscribe)
         if not self._keys:
             raise ConfigurationError("PGOUTBOX_UNSUBSCRIBE_KEYS is not set: it signs the links")
         self.place = urlsplit(settings.unsubscribe.url or "").path.rstrip("/") + "/"
         """The path below which the links are."""
-        self._turns = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._turns = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self.threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="pgoutbox-unsubscribe")
+        """For event loops. It has no thread before the first use."""
+        self.clicks: set[Future[Answer]] = set()
+        """The clicks in these threads."""
 
     def answer(self, method: str, path: str, body: bytes) -> Answer:
         """Return the answer to a request. A body may be cut after `MAX_BODY_BYTES` and one more."""
@@ -110,26 +117,27 @@ class Endpoint:
         return self._unsubscribe(target)
 
     def _unsubscribe(self, target: Target) -> Answer:
-        if not self._turns.acquire(timeout=_PATIENCE_SECONDS):
-            return self._busy()
+        if not self._turns.acquire(timeout=_TURN_SECONDS):
+            return self.busy()
         try:
             connection = connections.connect(
                 self._dsn,
                 purpose="unsubscribe",
-                connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                connect_timeout_seconds=_PATIENCE_SECONDS,
                 answer_seconds=_PATIENCE_SECONDS,
             )
             with closing(connection):
                 ((is_done,),) = connection.execute(sql.UNSUBSCRIBE, target._asdict()).fetchall()
         except (psycopg.Error, OSError):
-            return self._busy()
+            return self.busy()
         finally:
             self._turns.release()
         if not is_done:
             return self._page(HTTPStatus.GONE, self._texts.outdated)
         return self._page(HTTPStatus.OK, self._texts.done, target)
 
-    def _busy(self) -> Answer:
+    def busy(self) -> Answer:
+        """Return the answer to a click that cannot be taken now."""
         return self._page(HTTPStatus.SERVICE_UNAVAILABLE, self._texts.busy, headers={"Retry-After": "60"})
 
     def _page(

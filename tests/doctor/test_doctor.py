@@ -1383,6 +1383,17 @@ class TestDue:
         )
 
 
+def test_mailing_lists_without_links_to_unsubscribe_are_a_warning(dsn: str) -> None:
+    outbox = Outbox()
+    assert levels(found(dsn, "unsubscribe", outbox=outbox)) == ["ok"]
+    outbox.define(Topic("newsletter", mailing_list="news"))
+    expect(found(dsn, "unsubscribe", outbox=outbox), Level.WARNING, "unsubscribe-url-missing", "unsubscribe: news")
+    settings = settings_of(
+        dsn, unsubscribe_url="https://club.example.org/unsubscribe", unsubscribe_keys="a key of 32 characters for tests"
+    )
+    assert levels(found(settings, "unsubscribe", outbox=outbox)) == ["ok"]
+
+
 @pytest.mark.slow
 def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pgoutbox import Settings
     from pgoutbox.operations import SuppressionReason
     from pgoutbox.unsubscribe import WsgiApp
+    from tests.conftest import Connect
 
 ADA: Final = "mailto:ada@example.org"
 URL: Final = "https://club.example.org/unsubscribe"
@@ -320,6 +321,24 @@ async def test_an_open_transaction_about_the_same_address_delays_only_her_own_cl
         assert await post(client, of_otto) == 200
         assert await post(client, token) == 503
     assert await post(client, token) == 200
+
+
+async def test_many_clicks_at_once_have_few_connections(dsn: str, db: psycopg.Connection, connect: Connect) -> None:
+    """A click that waits for too long is refused, and can be repeated."""
+    tokens = [await link_to(dsn, f"mailto:ada{number}@example.org") for number in range(20)]
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgoutbox unsubscribe'"
+    watch = connect(autocommit=True)
+    with serving(asgi_app(settings_of(dsn))) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            with db.transaction():
+                db.execute("LOCK TABLE pgoutbox.suppression IN EXCLUSIVE MODE")
+                clicks = [asyncio.create_task(client.post(token, data=ONE_CLICK)) for token in tokens]
+                await until(lambda: watch.execute(sessions).fetchone() == (4,))
+                assert (await client.get(tokens[0])).status_code == 200
+                assert watch.execute(sessions).fetchone() in [(number,) for number in range(5)]
+            assert {(await click).status_code for click in clicks} <= {200, 503}
+            assert {(await client.post(token, data=ONE_CLICK)).status_code for token in tokens} == {200}
+    assert len(suppressed(db)) == 20
 
 
 async def test_a_login_of_a_producer_serves_the_links(dsn: str, db: psycopg.Connection) -> None:
