@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from pgoutbox import Context, Email, Message, Outbox, Outcome, RetryPolicy, Sent, SyncContext, Webhook
+from pgoutbox import Context, Email, Message, Outbox, Outcome, RetryPolicy, Sent, SyncContext, Topic, Webhook
 from pgoutbox.transports import Content, pass_gate
 
 
@@ -65,6 +65,11 @@ if port := os.environ.get("BUDGET_PORT"):  # A claim names all topics, so the ot
     @outbox.handler("budget.email")
     async def mail(message: Message, context: Context) -> Email:
         """Send a short text."""
+        return Email(subject="Budget", text=f"Message {message.id}\n")
+
+    @outbox.handler(Topic("budget.list", mailing_list="news"))
+    async def mail_list(message: Message, context: Context) -> Email:
+        """Send the same, with a link to unsubscribe."""
         return Email(subject="Budget", text=f"Message {message.id}\n")
 
 

@@ -176,6 +176,14 @@ KINDS: Final[Mapping[str, Kind]] = {
     "e-mails": Kind(
         _filled("budget.email", destination="mailto:ann@host"), (200, 1600), _SMTP, receiver="smtp", share=1.2
     ),
+    "e-mails of a mailing list": Kind(
+        _filled("budget.list", destination="mailto:ann@host"),
+        (200, 1600),
+        {**_SMTP, "unsubscribe_url": "https://host/u", "unsubscribe_keys": "k" * 32},
+        receiver="smtp",
+        share=1.2,
+        trips_share=1.6,
+    ),
     "retries": Kind(_filled("budget.retry"), (500, 4000), {}),
     "transactional handlers": Kind(partial(_with_sessions, slots=50), (200, 1600), {}, share=1.1),
     "transactional handlers, 4 slots": Kind(partial(_with_sessions, slots=4), (200, 1600), _FEW_SLOTS, share=1.1),
