@@ -229,16 +229,6 @@ def schedules(request: Request) -> Load:
     }
 
 
-@_page("/suppressions")
-def suppressions(request: Request) -> Load:
-    """Show the newest suppressions, or those of a mailing list. They have digests and no addresses."""
-    mailing_list = inputs.text_of(request.query_params, "list", at_most=63)
-    return lambda connection: {
-        "mailing_list": mailing_list,
-        "suppressions": Operator(connection).list_suppressions(mailing_list=mailing_list, limit=reads.MAX_SUPPRESSIONS),
-    }
-
-
 @_page("/breakers")
 def breakers(request: Request) -> Load:
     """Show the open circuit breakers and the messages that wait for each."""

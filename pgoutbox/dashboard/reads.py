@@ -40,7 +40,6 @@ DEPTH_CAP: Final = 10_000
 FAILED_CAP: Final = 100_000
 MAX_BREAKERS: Final = 75
 MAX_SCHEDULES: Final = 50
-MAX_SUPPRESSIONS: Final = 50
 # Ten times so many rows in all, if the queues are few.
 EACH_QUEUE: Final[dict[str, Any]] = {"prefix": "", "queues": QUEUE_NAMES, "rows": QUEUE_CAP}
 _RUNNING: Final = 5

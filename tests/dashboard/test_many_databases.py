@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 _OURS = {"Sec-Fetch-Site": "same-origin"}
-_PAGES = ("", "messages", "failed", "queues", "workers", "breakers", "topics", "schedules", "suppressions", "audit")
+_PAGES = ("", "messages", "failed", "queues", "workers", "breakers", "topics", "schedules", "audit")
 
 
 class Site:

@@ -718,7 +718,6 @@ def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None
         "/workers",
         "/breakers",
         "/schedules",
-        "/suppressions",
     ]
     paths += ["/failed", "/audit"]
     paths += [
@@ -1913,7 +1912,6 @@ PATHS: Final = [
     "/workers",
     "/breakers",
     "/schedules",
-    "/suppressions",
     "/failed",
     "/audit",
     "/bulk?do=redrive",
@@ -2251,7 +2249,6 @@ PAGES: Final = (
     "/workers",
     "/breakers",
     "/schedules",
-    "/suppressions",
     "/failed",
     "/messages?text=no+such&state=failed",
     "/messages?state=pending&due=now",
@@ -2404,7 +2401,6 @@ WARNING_PAGES: Final = (
     "/workers",
     "/breakers",
     "/schedules",
-    "/suppressions",
     "/audit",
 )
 
@@ -3208,17 +3204,3 @@ def test_every_reason_to_wait_has_words() -> None:
     reasons |= set(ReasonCode) - {ReasonCode.CIRCUIT_OPEN, ReasonCode.STALLED, ReasonCode.SUPPRESSED}
     assert {"due", "no worker", "breaker", "in order"} <= reasons
     assert reasons == WAITS.keys()
-
-
-def test_suppressed_addresses_are_shown_without_an_address(site: Site, db: psycopg.Connection) -> None:
-    assert "No address is suppressed." in get(site.vera, "/suppressions").words
-    operator = Operator(db)
-    operator.suppress("ada@example.org", "bounce", detail="5.1.1 <b>")
-    operator.suppress("otto@example.org", "unsubscribe", mailing_list="news")
-    page = get(site.vera, "/suppressions")
-    assert "every list bounce" in page.words
-    assert "5.1.1 <b>" in page.words
-    assert "news unsubscribe" in page.words
-    assert "@" not in page.words
-    assert "bounce" not in get(site.vera, "/suppressions?list=news").words
-    assert "/suppressions" in " ".join(get(site.vera, "/topics").values("a", "href"))

@@ -49,7 +49,6 @@ PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/workers": (200,),
     "/breakers": (200,),
     "/schedules": (200,),
-    "/suppressions": (200,),
     "/audit": (200,),
     "/bulk?do=redrive": (200,),
     "/bulk/none": (404,),
