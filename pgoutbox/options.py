@@ -14,6 +14,7 @@ from dataclasses import is_dataclass
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final, Literal, TypedDict, get_args, get_origin, get_type_hints
+from urllib.parse import unquote
 
 from pydantic import BaseModel, Secret, SecretBytes, SecretStr
 from pydantic_core import to_json as encode_json
@@ -44,9 +45,12 @@ OnDuplicate = Literal["error", "ignore"]
 SuppressionReason = Literal["bounce", "complaint", "unsubscribe", "manual"]
 
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_NOT_IN_ADDRESS = re.compile(r"[\s@<>,]")
+_NOT_IN_ADDRESS = re.compile(r"[\s@<>,\\]")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+"""A host name that is valid after EHLO, in a Message-ID and in a URL."""
 # IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
-IDNA_DEVIATIONS: Final = frozenset("\u00df\u03c2\u200c\u200d")
+_IDNA_DEVIATIONS: Final = frozenset("\u00df\u03c2\u200c\u200d")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # PostgreSQL's clock decides, and the application's clock may be hours wrong. So only times that are wrong by more than
@@ -138,22 +142,31 @@ def check_destination(field: str, value: object) -> str:
 
 
 def check_address(field: str, value: object) -> str:
-    """Return an e-mail address in the one form that is compared: lower case, with the domain in ASCII.
+    """Return an e-mail address in the one form that is compared: ASCII, in lower case.
 
-    An address with a name is refused.
+    An address with a name is refused. Letters beyond ASCII before the @ are escaped with a backslash, which no address
+    has: PostgreSQL has no rules for their case that are the same in every database.
     """
     if not isinstance(value, str):
         raise ArgumentError(field, f"must be text, not {type(value).__name__}")
-    local, at, domain = (value[7:] if value[:7].lower() == "mailto:" else value).rpartition("@")
-    if not (local and at) or _NOT_IN_ADDRESS.search(local + domain) or not value.isprintable():
+    address = unquote(value[7:], errors="surrogateescape") if value[:7].lower() == "mailto:" else value
+    local, at, domain = address.rpartition("@")
+    if not (local and at) or _NOT_IN_ADDRESS.search(local) or not address.isprintable():
         raise ArgumentError(field, f"must be one e-mail address, without a name, not {preview(value)}")
-    if IDNA_DEVIATIONS.intersection(domain):
-        raise ArgumentError(field, "must have the domain in its xn-- form")
-    try:
-        domain = domain.encode("idna").decode("ascii")
-    except UnicodeError:
-        raise ArgumentError(field, "the part after @ is not a domain") from None
-    return f"{unicodedata.normalize('NFC', local)}@{domain}".lower()
+    local = unicodedata.normalize("NFC", unicodedata.normalize("NFC", local).lower())
+    return f"{local.encode('ascii', 'backslashreplace').decode()}@{ascii_domain(field, domain).lower()}"
+
+
+def ascii_domain(field: str, domain: str) -> str:
+    """Return the domain of an e-mail address in ASCII."""
+    if deviating := _IDNA_DEVIATIONS.intersection(domain):
+        raise ArgumentError(field, f"give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
+    with suppress(UnicodeError):
+        if not domain.isascii():
+            domain = domain.encode("idna").decode("ascii")
+        if DOMAIN.fullmatch(domain):
+            return domain
+    raise ArgumentError(field, "the part after @ is not a domain")
 
 
 def check_headers(field: str, value: object) -> dict[str, str]:

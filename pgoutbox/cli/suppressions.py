@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from csv import DictReader, writer
 from datetime import UTC
-from enum import StrEnum
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pgoutbox.cli.arguments import read_text
-from pgoutbox.cli.console import FAILED, print_error, print_json, print_line, progress
+from pgoutbox.cli.console import FAILED, print_line, progress
 from pgoutbox.cli.options import DatabaseOptions, Limit, Options, command, open_operator, read_settings
 from pgoutbox.cli.program import app, interruptible
-from pgoutbox.operations import Suppression
+from pgoutbox.operations import Suppression, SuppressionReason
 from pgoutbox.text import pluralize
 
 suppression_app = typer.Typer(
@@ -24,18 +24,11 @@ suppression_app = typer.Typer(
 app.add_typer(suppression_app, name="suppression")
 
 
-class _Reason(StrEnum):
-    BOUNCE = "bounce"
-    COMPLAINT = "complaint"
-    UNSUBSCRIBE = "unsubscribe"
-    MANUAL = "manual"
-
-
 Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="An e-mail address, without a name.")]
 MailingList = Annotated[
     str | None, typer.Option("--list", metavar="NAME", help="Only this mailing list (default: every list).")
 ]
-Reason = Annotated[_Reason, typer.Option(help="Why. A bounce and a complaint stop every list.")]
+Reason = Annotated[SuppressionReason, typer.Option(help="Why. A bounce and a complaint stop every list.")]
 
 
 @command("list", of=suppression_app)
@@ -56,17 +49,10 @@ def list_suppressions(
 
 
 @command(of=suppression_app)
-def add(
-    address: Address,
-    *,
-    reason: Reason = _Reason.MANUAL,
-    mailing_list: MailingList = None,
-    detail: Annotated[str | None, typer.Option(help="A note, such as 5.1.1. Addresses in it are replaced.")] = None,
-    options: Options,
-) -> None:
+def add(address: Address, *, reason: Reason = "manual", mailing_list: MailingList = None, options: Options) -> None:
     """Stop the mail of a mailing list, or of every list, to an address."""
     with open_operator(options.settings) as operator:
-        has_changed = operator.suppress(address, reason.value, mailing_list=mailing_list, detail=detail)
+        has_changed = operator.suppress(address, reason, mailing_list=mailing_list)
     options.print({"changed": has_changed}, "suppressed" if has_changed else "was suppressed already")
 
 
@@ -75,12 +61,8 @@ def remove(address: Address, *, mailing_list: MailingList = None, options: Optio
     """End the suppression of an address for one mailing list, or that for every list."""
     with open_operator(options.settings) as operator:
         has_changed = operator.unsuppress(address, mailing_list=mailing_list)
-    if options.as_json:
-        print_json({"changed": has_changed})
-    elif has_changed:
-        print_line("no longer suppressed")
-    else:
-        print_error("there is no such suppression; `pgoutbox suppression list --address ADDRESS` shows all")
+    told = "no longer suppressed" if has_changed else "was not suppressed; `pgoutbox suppression list` shows all"
+    options.print({"changed": has_changed}, told)
     if not has_changed:
         raise typer.Exit(FAILED)
 
@@ -89,21 +71,23 @@ def remove(address: Address, *, mailing_list: MailingList = None, options: Optio
 def import_suppressions(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header line; - means stdin.")],
     *,
-    reason: Reason = _Reason.MANUAL,
+    reason: Reason = "manual",
     mailing_list: MailingList = None,
     options: Options,
 ) -> None:
     """Suppress the addresses of a CSV file, which are stored as digests.
 
-    Its columns are `address`, or `digest` from an export of this database, and optionally `reason`, `mailing_list`,
-    `detail` and `created_at`. Options are for rows without these columns. Suppressions that exist stay as they are.
+    Its columns are `address`, or `digest` from an export of this database, and optionally `reason`, `mailing_list` and
+    `created_at`. Options are for files without these columns: an empty `mailing_list` means every list. Suppressions
+    that exist stay as they are.
     """
-    lines = DictReader(read_text(file).splitlines())
+    lines = DictReader(StringIO(read_text(file), newline=""), restkey="")
     if unknown := set(lines.fieldnames or ()) - {"address", *Suppression._fields}:
         raise typer.BadParameter(f"{file}: unknown column {min(unknown)!r}; the first line names the columns")
-    defaults = {"reason": reason.value, "mailing_list": mailing_list}
-    # An empty field is a missing one.
-    rows = ({**defaults, **{name: text for name, text in row.items() if text}} for row in lines)
+    defaults = {"reason": reason, "mailing_list": mailing_list}
+    rows = [{**defaults, **{name: text or None for name, text in line.items()}} for line in lines]
+    if (wrong := next((number for number, row in enumerate(rows) if "" in row), None)) is not None:
+        raise typer.BadParameter(f"{file}: items[{wrong}] has more fields than the first line")
     told = interruptible("the batches so far are committed")
     with open_operator(options.settings) as operator, told, progress("import") as report:
         count = operator.import_suppressions(rows, progress=report)
@@ -116,5 +100,5 @@ def export_suppressions(*, place: DatabaseOptions) -> None:
     with open_operator(read_settings(place.dsn, place.database), read_only=True) as operator:
         lines = writer(sys.stdout, lineterminator="\n")
         lines.writerow(Suppression._fields)
-        for one in operator.export_suppressions():
+        for one in operator.list_suppressions(limit=None):
             lines.writerow(one._replace(created_at=one.created_at.astimezone(UTC)))

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from psycopg.errors import InsufficientPrivilege, RaiseException
 from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
@@ -571,7 +572,14 @@ def check_schedules(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_unsubscribe(context: DoctorContext) -> Iterator[Finding]:
-    """Check that the mail of lists has links to unsubscribe."""
+    """Check that suppressed addresses can be compared, and that the mail of lists has links to unsubscribe."""
+    try:
+        context.ask(sql.SUPPRESSED, {"addresses": [], "mailing_lists": []})
+    except RaiseException as error:
+        what, remedy = str(error.diag.message_primary), str(error.diag.message_hint)
+        yield problem("suppressions-unknown", what, "no mail of a list is sent", remedy)
+    except InsufficientPrivilege:
+        pass  # A viewer must not compare addresses.
     topics = {} if context.outbox is None else context.outbox.topics
     lists = sorted({topic.mailing_list for topic in topics.values() if topic.mailing_list is not None})
     if lists and context.settings.unsubscribe.url is None:

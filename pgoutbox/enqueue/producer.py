@@ -49,7 +49,6 @@ from pgoutbox.options import (
     check_address,
     check_destination,
     check_id,
-    check_name,
     if_given,
 )
 from pgoutbox.redaction import redact_text
@@ -415,32 +414,17 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
         reason: SuppressionReason,
         *,
         mailing_list: str | None = None,
-        detail: str | None = None,
         require_transaction: bool = True,
     ) -> SuppressT:
         """Stop the mail of a mailing list, or of every list, to an address, in the transaction of the connection.
 
         After the commit no handler of such a message begins: the message ends `skipped`. Mail of topics without a
-        mailing list passes. A bounce and a complaint stop every list. Only a digest of the address is stored, so that
-        nobody reads it from there; addresses in `detail` are replaced. Idempotent: returns False if that is so already.
-        Raises like `enqueue`.
+        mailing list passes. A bounce and a complaint stop every list. A `mailto:` destination is an address too. Only
+        a digest of it is stored. Idempotent: returns False if that is so already. Raises like `enqueue`.
 
             outbox.on(connection).suppress("ada@example.org", "unsubscribe", mailing_list="news")
         """
-
-        async def call() -> bool:
-            target = (
-                check_address("address", address),
-                reason,
-                if_given(check_name, "mailing_list", mailing_list),
-                detail,
-            )
-            await self._begin(require_transaction=require_transaction)
-            ((has_changed,),) = await self._adapter.fetch(sql.SUPPRESS, *target)
-            return bool(has_changed)
-
-        suppressed: SuppressT = self._answer(call())
-        return suppressed
+        return self._suppress(sql.SUPPRESS, address, reason, mailing_list, in_transaction=require_transaction)
 
     def unsuppress(
         self, address: str, *, mailing_list: str | None = None, require_transaction: bool = True
@@ -452,15 +436,17 @@ class Calls(Generic[EnqueuedT, MaybeT, ManyT, CancelT, CancelledT, RescheduleT, 
 
             outbox.on(connection).unsuppress("ada@example.org", mailing_list="news")
         """
+        return self._suppress(sql.UNSUPPRESS, address, mailing_list, in_transaction=require_transaction)
 
+    def _suppress(self, statement: LiteralString, address: str, *others: str | None, in_transaction: bool) -> SuppressT:
         async def call() -> bool:
-            target = (check_address("address", address), if_given(check_name, "mailing_list", mailing_list))
-            await self._begin(require_transaction=require_transaction)
-            ((has_changed,),) = await self._adapter.fetch(sql.UNSUPPRESS, *target)
+            checked = check_address("address", address)
+            await self._begin(require_transaction=in_transaction)
+            ((has_changed,),) = await self._adapter.fetch(statement, checked, *others)
             return bool(has_changed)
 
-        ended: SuppressT = self._answer(call())
-        return ended
+        changed: SuppressT = self._answer(call())
+        return changed
 
     async def _begin(self, *, require_transaction: bool) -> None:
         """Wait for the caller's earlier statements, and check the transaction."""

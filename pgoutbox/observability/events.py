@@ -121,6 +121,8 @@ class LogEvent(enum.StrEnum):
     """A middleware raised or returned nonsense after its attempt. The outcome stands."""
     ENQUEUE_FAILED = "enqueue_failed"
     """`best_effort=True` caught an error. The transaction continues without the message. `error` is redacted."""
+    UNSUBSCRIBE_FAILED = "unsubscribe_failed"
+    """The database did not take a click on a link to unsubscribe. The person is asked to try again."""
     REDIRECTING = "redirecting"
     """A redirect is on: its `mail` goes to its `target`, and its contents other than e-mail are held back."""
     REDIRECT_REFUSED = "redirect_refused"

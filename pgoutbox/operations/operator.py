@@ -614,34 +614,29 @@ class Operator:
         return None if message_id is None else int(message_id)
 
     def list_suppressions(
-        self, *, address: str | None = None, mailing_list: str | None = None, limit: int = 100
+        self, *, address: str | None = None, mailing_list: str | None = None, limit: int | None = 100
     ) -> list[Suppression]:
-        """Return up to `limit` suppressions in force, the newest first; of an address or a mailing list if given."""
-        digest = None
-        if address is not None:
-            ((digest,),) = self._fetch(sql.ADDRESS_DIGEST, {"address": check_address("address", address)})
-        which = {"digest": digest, "mailing_list": mailing_list, "limit": limit}
+        """Return up to `limit` suppressions in force, the newest first; of an address or a mailing list if given.
+
+        Without a limit it returns all, which `import_suppressions` of this database takes again.
+        """
+        checked = None if address is None else check_address("address", address)
+        which = {"address": checked, "mailing_list": mailing_list, "limit": limit}
         return [Suppression._make(row) for row in self._fetch(sql.LIST_SUPPRESSIONS, which)]
 
-    def export_suppressions(self, *, batch_size: int = BATCH_SIZE) -> Iterator[Suppression]:
-        """Yield all suppressions in force, by their digests. `import_suppressions` of this database takes them."""
-        after: dict[str, object] = {"digest": "", "mailing_list": ""}
-        while rows := self._fetch(sql.EXPORT_SUPPRESSIONS, {**after, "limit": batch_size}):
-            yield from map(Suppression._make, rows)
-            after = {"digest": rows[-1][0], "mailing_list": rows[-1][1] or ""}
-
-    def suppress(
-        self, address: str, reason: SuppressionReason, *, mailing_list: str | None = None, detail: str | None = None
-    ) -> bool:
+    def suppress(self, address: str, reason: SuppressionReason, *, mailing_list: str | None = None) -> bool:
         """Stop the mail of a mailing list, or of every list, to an address, as `Producer.suppress` does."""
-        values = {"address": check_address("address", address), "reason": reason}
-        ((has_changed,),) = self._act(sql.ADD_SUPPRESSION, {**values, "mailing_list": mailing_list, "detail": detail})
-        return bool(has_changed)
+        return self._suppress(sql.SUPPRESS, address, reason, mailing_list)
 
     def unsuppress(self, address: str, *, mailing_list: str | None = None) -> bool:
         """End the suppression of an address for a mailing list, or that for every list. Return False without one."""
-        values = {"address": check_address("address", address), "mailing_list": mailing_list}
-        ((has_changed,),) = self._act(sql.REMOVE_SUPPRESSION, values)
+        return self._suppress(sql.UNSUPPRESS, address, mailing_list)
+
+    def _suppress(self, statement: LiteralString, address: str, *others: str | None) -> bool:
+        target = check_address("address", address), *others
+        ((has_changed,),) = self._announced(
+            self._named(), lambda: self._connection.execute(statement, target).fetchall()
+        )
         return bool(has_changed)
 
     def import_suppressions(
@@ -653,8 +648,8 @@ class Operator:
     ) -> int:
         """Suppress many addresses, and return the number of new suppressions. Each batch is committed separately.
 
-        An item has an `address` or a `digest` of this database, a `reason`, and may have a `mailing_list`, a `detail`
-        and a time `created_at`. Raises `ArgumentError` for the first wrong item, whose batch is not imported.
+        An item has an `address` or a `digest` of this database, a `reason`, and may have a `mailing_list` and a time
+        `created_at`. Raises `ArgumentError` for the first wrong item, whose batch is not imported.
         """
         act, count, numbered = self._named(), 0, enumerate(items)
         while part := list(islice(numbered, batch_size)):

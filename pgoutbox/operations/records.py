@@ -183,7 +183,6 @@ class Suppression(NamedTuple):
     digest: str
     mailing_list: str | None
     reason: str
-    detail: str | None
     created_at: datetime
 
 

@@ -11,8 +11,9 @@ from email.header import decode_header
 from email.headerregistry import Address
 from typing import NamedTuple
 
+from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Permanent
-from pgoutbox.options import IDNA_DEVIATIONS
+from pgoutbox.options import ascii_domain
 from pgoutbox.transports.checks import refuse_characters, require_text
 
 # All characters that some parser treats as the end of a line or of a text. A tab is only white space.
@@ -21,9 +22,6 @@ _ENCODED_WORD = re.compile(r"=\?.*?\?.*?\?.*?\?=")
 _NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
 _LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
 _LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
-_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-"""A host name that is valid after EHLO, in a Message-ID and in a URL."""
 
 
 class Mailbox(NamedTuple):
@@ -44,7 +42,10 @@ def parse_mailbox(name: str, value: object) -> Mailbox:
     # Some servers decode an encoded word in a local part, and get another address.
     if not _LOCAL_PART.fullmatch(local) or "=?" in local or not local.isprintable():
         raise Permanent(f"{name}: the part before @ is not a plain mailbox name")
-    domain = _ascii_domain(name, domain)
+    try:
+        domain = ascii_domain(name, domain)
+    except ArgumentError as refusal:
+        raise Permanent(str(refusal)) from None
     if len(local.encode()) > 64 or len(local.encode()) + len(domain) > 253:
         raise Permanent(f"{name}: is too long for an address")
     return Mailbox(name, Address(display_name=display_name, username=local, domain=domain))
@@ -66,19 +67,6 @@ def _display_name(name: str, text: str) -> str:
     if found := re.search(r'[,;@<>"]', text):
         raise Permanent(f"{name}: a display name with {found[0]} must be quoted")
     return header_text(name, text)
-
-
-def _ascii_domain(name: str, domain: str) -> str:
-    if not domain.isascii():
-        if deviating := IDNA_DEVIATIONS.intersection(domain):
-            raise Permanent(f"{name}: give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
-        try:
-            domain = domain.encode("idna").decode("ascii")
-        except UnicodeError:
-            raise Permanent(f"{name}: the part after @ is not a domain") from None
-    if not DOMAIN.fullmatch(domain):
-        raise Permanent(f"{name}: the part after @ is not a domain")
-    return domain
 
 
 def _checked(name: str, value: object) -> str:

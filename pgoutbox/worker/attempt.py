@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -89,13 +89,6 @@ class InFlight(dict[int, "Attempt"]):
         self.forget(attempt)
 
 
-class ListAnswer(NamedTuple):
-    """The answer about an address and a mailing list: when it was asked for, and the link to unsubscribe, if any."""
-
-    asked_at: float
-    link: str | None
-
-
 _ALONE: Final = InFlight()  # No other attempt, and no doubt.
 
 
@@ -109,8 +102,8 @@ class Attempt(Context):
     result is known, `sent` that it is a hand-over, and `is_written` that its handler's transaction has written it.
     `end` is how it has ended, unless it is sent, and `keys` are those of its message, if it has any.
     `is_payload_large` means that its slot reads the payload, and `large_content_id` is the shared content that it
-    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun. `list_answer` is
-    the last one about its address, if its topic has a mailing list.
+    reads. A hand-over after `expiring_at` is too late. While `is_at_gate`, its handler has not begun. If its topic
+    has a mailing list, it was not suppressed `unsuppressed_at`, and may have a `link` to unsubscribe.
     """
 
     message: Message[object]
@@ -129,7 +122,8 @@ class Attempt(Context):
     sent: bool = field(default=False, init=False)
     is_written: bool = field(default=False, init=False)
     is_at_gate: bool = field(default=False, init=False)
-    list_answer: ListAnswer | None = field(default=None, init=False)
+    unsuppressed_at: float = field(default=-math.inf, init=False)
+    link: str | None = field(default=None, init=False)
     sync_connection: psycopg.Connection[TupleRow] | None = field(default=None, init=False)
     _connection: psycopg.AsyncConnection[TupleRow] | None = field(default=None, init=False)
     in_flight: InFlight = field(init=False)
@@ -176,18 +170,18 @@ class Attempt(Context):
     @property
     def has_begun(self) -> bool:
         """Whether its handler may have begun: a transactional one begins when it gets its connection."""
-        if self.handler.transactional:
-            return (self._connection or self.sync_connection) is not None
+        if self.handler.transactional and (self._connection or self.sync_connection) is None:
+            return False
         return not self.is_at_gate
 
     @property
     def unsubscribe_url(self) -> str:
-        if self.list_answer is None or self.list_answer.link is None:
+        if self.link is None:
             raise ConfigurationError(
                 "ctx.unsubscribe_url: needs a topic with a mailing_list, and PGOUTBOX_UNSUBSCRIBE_URL with "
                 "PGOUTBOX_UNSUBSCRIBE_KEYS"
             )
-        return self.list_answer.link
+        return self.link
 
     @property
     def should_stop(self) -> bool:

@@ -20,12 +20,12 @@ from pgoutbox.transports import Content, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.handler_errors import outcome_of_exception
+from pgoutbox.worker.mailing_lists import MailingLists, is_doubtful, prepared
 from pgoutbox.worker.threads import AttemptThreads
 
 MIN_SNOOZE_SECONDS = 1.0
 
 Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
-Prepare = Callable[[Attempt, Content], Awaitable[Content | Outcome]]
 
 _SENT_ALONE: Final = (Sent(),)
 
@@ -39,12 +39,12 @@ class Dispatcher:
         threads: AttemptThreads,
         *,
         send: Send | None = None,
-        prepare: Prepare | None = None,
+        lists: MailingLists,
     ) -> None:
         self._transports = transports
         self._threads = threads
         self._send = send or send_by
-        self._prepare = prepare
+        self.lists = lists
 
     async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
         """Run one attempt of one message. Return a list with its outcome."""
@@ -54,12 +54,16 @@ class Dispatcher:
             message = attempt.message
             if handler.payload is not None or message.payload_version != handler.version:
                 message = handler.parse(message)
+            if handler.mailing_list is not None and (refused := await self.lists.refusals(attempts)):
+                return list(refused.values())
             if handler.is_async:
                 result = await handler.function(message, attempt)
             else:
                 loop = asyncio.get_running_loop()
                 context = SyncContext(attempt, loop, attempt.sync_connection)
-                result = await in_thread(self._threads, _begin, attempts, loop, handler.function, message, context)
+                result = await in_thread(
+                    self._threads, _begin, attempts, self.lists, loop, handler.function, message, context
+                )
             if result is None:
                 return _SENT_ALONE
             return (await self.conclude(attempt, message, result),)
@@ -86,6 +90,10 @@ class Dispatcher:
                 parsed.append((handler.parse(attempt.message), attempt))
             except Postponed as unreadable:
                 outcomes[attempt.message.id] = unreadable
+        if parsed and handler.mailing_list is not None:
+            refused = await self.lists.refusals([attempt for _, attempt in parsed])
+            outcomes.update((attempt.message.id, refusal) for attempt, refusal in refused.items())
+            parsed = [one for one in parsed if one[1] not in refused]
         if parsed:
             messages = [message for message, _ in parsed]
             results = await self._call_batch_handler(handler, messages, [attempt for _, attempt in parsed])
@@ -113,7 +121,9 @@ class Dispatcher:
             else:
                 loop = asyncio.get_running_loop()
                 contexts = [SyncContext(attempt, loop, attempt.sync_connection) for attempt in attempts]
-                results = await in_thread(self._threads, _begin, attempts, loop, handler.function, messages, contexts)
+                results = await in_thread(
+                    self._threads, _begin, attempts, self.lists, loop, handler.function, messages, contexts
+                )
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             outcome = outcome_of_error(handler, error)
             if len(messages) > 1 and isinstance(outcome, (Permanent, Skip)):
@@ -143,11 +153,9 @@ class Dispatcher:
                 return result
             # `isinstance` with a protocol takes fifty times as long.
             case _ if (scheme := getattr(result, "scheme", None)) is not None:
-                if attempt.handler.mailing_list is not None and self._prepare is not None:
-                    result = await self._prepare(attempt, cast("Content", result))
-                    if isinstance(result, Outcome):
-                        return result
-                current_gate.set(attempt.pass_gate)
+                if attempt.handler.mailing_list is not None:
+                    result = prepared(attempt, cast("Content", result))
+                current_gate.set(self.lists.gate_of(attempt))
                 return await self._deliver(message, cast("Content", result), scheme)
             case _:
                 # The next release of the handler can deliver the message. Its effects may have happened.
@@ -177,15 +185,16 @@ def halves(attempts: Sequence[Attempt]) -> tuple[Sequence[Attempt], Sequence[Att
 
 def _begin(
     attempts: Sequence[Attempt],
+    lists: MailingLists,
     loop: asyncio.AbstractEventLoop,
     function: Callable[..., object],
     *arguments: object,
 ) -> object:
-    """Call a handler in its thread. The process may have been suspended while the attempts waited for the thread."""
+    """Call a handler in its thread. The wait for the thread may have been long, or the process suspended."""
     now = elapsed_clock()
     for attempt in attempts:
-        if attempt.is_in_doubt(now):
-            asyncio.run_coroutine_threadsafe(attempt.pass_gate(), loop).result()
+        if attempt.is_in_doubt(now) or (attempt.handler.mailing_list is not None and is_doubtful(attempt)):
+            asyncio.run_coroutine_threadsafe(lists.gate_of(attempt)(), loop).result()
     return function(*arguments)
 
 

@@ -65,14 +65,12 @@ class AttemptExecutor:
         self._threads = threads or AttemptThreads(settings.concurrency)
         if breakers is not None and settings.breaker.enabled:
             send = partial(breakers.send, by=send)
-        self._mailing_lists = MailingLists(settings, store)
-        self._dispatcher = Dispatcher(transports, self._threads, send=send, prepare=self._mailing_lists.prepared)
+        lists = MailingLists(settings, store.attempts.fetch)
+        self._dispatcher = Dispatcher(transports, self._threads, send=send, lists=lists)
         self._transactions = transactions(run, self._dispatcher)
 
     def run(self, work: Work) -> Awaitable[Sequence[Outcome]]:
         """Run one attempt for each message of the work. Return their results, in the same order."""
-        if work[0].handler.mailing_list is not None and work[0].list_answer is None:
-            return self._run_unsuppressed(work)
         now = elapsed_clock()
         for attempt in work:
             if attempt.is_in_doubt(now):
@@ -86,16 +84,11 @@ class AttemptExecutor:
         """Close connections, own threads, and the transports except those in `keeps`. Call it after all attempts."""
         await self._transactions.close()
         await self.redirects.close()
-        await self._mailing_lists.close()
         kept = {id(transport) for transport in keeps}
         for transport in {id(t): t for t in self._transports.values() if id(t) not in kept}.values():
             await transport.aclose()
         if self._owns_threads:
             self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _run_unsuppressed(self, work: Work) -> Sequence[Outcome]:
-        """Run the attempts of a mailing list whose addresses are not suppressed."""
-        return await self._run_rest(work, await self._mailing_lists.refusals(work), self.run)
 
     async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[Outcome]:
         """Pass the gate before a handler begins: the process was suspended since the claim, or was overloaded."""

@@ -1,143 +1,163 @@
-"""Mailing lists: an attempt of a list asks right before its handler whether its address is suppressed.
+"""Mailing lists: before each call of a handler the worker asks whether the addresses of its messages are suppressed.
 
-No answer is kept for another attempt. So no handler begins after a suppression has committed, except one that has its
-answer already. Attempts that wait for an answer share the next question. Without the database nothing is sent. After a
-handler that takes more than two seconds, the attempt asks again before its mail is sent.
+The call begins with the answer. Only a call that is repeated for a half of its messages may have one that is up to two
+seconds old. A hand-over, and a handler that has waited for its thread, ask again if the answer is older. Attempts that
+wait for an answer share the next question. Without one nothing is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Mapping
-from datetime import datetime
-from typing import TYPE_CHECKING, Final
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, LiteralString, TypeAlias
 
 import psycopg
+from psycopg.errors import RaiseException
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import kind_of
 from pgoutbox.errors import ArgumentError
-from pgoutbox.message import Outcome, Permanent, Snooze, Suppressed
+from pgoutbox.message import Permanent, Snooze, Suppressed
 from pgoutbox.options import check_address
-from pgoutbox.transports import Content
+from pgoutbox.transports import Content, Gate
 from pgoutbox.transports.smtp.mail import Email, RawEmail, address_of
 from pgoutbox.unsubscribe.tokens import Target, keys_of, token_of
-from pgoutbox.worker.attempt import ListAnswer
 from pgoutbox.worker.threads import thread_owner
 
 if TYPE_CHECKING:
-    from pgoutbox.database.store import Store
+    from psycopg.rows import TupleRow
+
     from pgoutbox.settings import Settings
     from pgoutbox.worker.attempt import Attempt, Work
 
-_MOST: Final = 1_000  # Of one question.
-_FRESH_SECONDS: Final = 2.0  # A process that was suspended after the answer asks again.
+    _Fetch = Callable[[LiteralString, Mapping[str, object]], Awaitable[Sequence[TupleRow]]]
+
+_Refusal: TypeAlias = Permanent | Snooze | Suppressed
+_QUESTIONS: Final = 3  # Of an attempt, while the answers are slow.
+_FRESH_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 5.0
+_UNKNOWN: Final = "not sent: the suppressed addresses are unknown"
 
 
-_Answer = tuple[str, str | None, datetime]
-_Waiting = tuple[str, str, asyncio.Future[_Answer]]
+def is_doubtful(attempt: Attempt) -> bool:
+    """Whether the last answer is too old to begin a handler or a hand-over."""
+    return elapsed_clock() - attempt.unsuppressed_at >= _FRESH_SECONDS
+
+
+class _Question:
+    """A question of attempts that wait while the one before is answered. Its answers are in the order of `asked`."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.asked_at = -math.inf
+        self.answers: Sequence[TupleRow] | Snooze | None = None
 
 
 class MailingLists:
-    """The questions of one run of a worker."""
+    """The questions of one run of a worker.
 
-    def __init__(self, settings: Settings, store: Store) -> None:
-        self._store = store
+    `fetch` must not be that of the connection of claims: a lock must not hold back messages without a list.
+    """
+
+    def __init__(self, settings: Settings, fetch: _Fetch) -> None:
+        self._fetch = fetch
         # The token does not name a database: one of many would get the links of the others.
-        self._url = (
-            None if settings.unsubscribe.url is None or settings.database else settings.unsubscribe.url.rstrip("/")
-        )
+        self._url = None if settings.database else settings.unsubscribe.url
         self._keys = keys_of(settings.unsubscribe)
-        self._waiting: list[_Waiting] = []
-        self._asking: asyncio.Task[None] | None = None
+        self._next = _Question()
+        self._turn = asyncio.Lock()
 
-    async def close(self) -> None:
-        """Stop asking."""
-        if self._asking is not None:
-            self._asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._asking
-
-    async def refusals(self, work: Work) -> Mapping[Attempt, Outcome]:
-        """Return the outcomes of the attempts whose handlers must not begin."""
-        slot = thread_owner.get()
-        slot.pause_timeout()  # The answer may take longer than the handler may.
+    async def refusals(self, work: Work) -> Mapping[Attempt, _Refusal]:
+        """Return the outcomes of the attempts whose handlers must not begin. All of them have one handler."""
+        if work[0].handler.mailing_list is None:
+            return {}
         for attempt in work:
             attempt.is_at_gate = True
+        found = await self._ask_about(work)
+        for attempt in work:
+            attempt.is_at_gate = False
+        return found
+
+    def gate_of(self, attempt: Attempt) -> Gate:
+        """Return the gate that the attempt passes before its handler or a hand-over begins."""
+        return attempt.pass_gate if attempt.handler.mailing_list is None else partial(self._pass_gate, attempt)
+
+    async def _pass_gate(self, attempt: Attempt) -> None:
+        while True:
+            await attempt.pass_gate()
+            # Either answer may be late.
+            if not is_doubtful(attempt):
+                return
+            for refusal in (await self._ask_about((attempt,))).values():
+                raise refusal
+
+    async def _ask_about(self, work: Work) -> Mapping[Attempt, _Refusal]:
+        slot = thread_owner.get()
+        slot.pause_timeout()  # The answer may take longer than the handler may.
         try:
             found = await asyncio.gather(*map(self._refusal, work))
         finally:
             slot.restart_timeout()
-        for attempt in work:
-            attempt.is_at_gate = False
         return {attempt: refusal for attempt, refusal in zip(work, found, strict=True) if refusal is not None}
 
-    async def prepared(self, attempt: Attempt, content: Content) -> Content | Outcome:
-        """Return the content of a list as it is sent, or why it is not: the handler may have taken long."""
-        if isinstance(content, Email) and (content.to is not None or content.cc or content.bcc):
-            return Permanent("email.to, cc, bcc: a mail of a mailing list goes to the destination of its message alone")
-        if isinstance(content, RawEmail) and content.to is not None:
-            return Permanent("raw_email.to: a mail of a mailing list goes to the destination of its message alone")
-        is_fresh = attempt.list_answer is not None and elapsed_clock() - attempt.list_answer.asked_at < _FRESH_SECONDS
-        refusal = None if is_fresh else await self._refusal(attempt)
-        return refusal or _with_link(content, attempt.list_answer)
-
-    async def _refusal(self, attempt: Attempt) -> Outcome | None:
-        """Ask about the address of an attempt. Return the outcome if it must not go on."""
+    async def _refusal(self, attempt: Attempt) -> _Refusal | None:
+        """Ask about the address of an attempt without a fresh answer. Return the outcome if it must not go on."""
+        if not is_doubtful(attempt):
+            return None
         mailing_list = attempt.handler.mailing_list or ""
         try:
             address = check_address("destination", address_of(attempt.message))
         except (ArgumentError, Permanent) as error:
             return Permanent(f"a message of a mailing list needs a mailto: destination; {error}")
-        while True:
-            asked_at = elapsed_clock()
-            try:
-                digest, reason, answered_at = await self._ask(address, mailing_list)
-            except (psycopg.Error, OSError) as error:
-                # Without an answer nothing is sent.
-                return Snooze(_PAUSE_SECONDS, f"not sent: the suppressed addresses are unknown: {type(error).__name__}")
-            if elapsed_clock() - asked_at < _FRESH_SECONDS:
-                break
-        link = None
-        if self._url is not None:
-            link = f"{self._url}/{token_of(Target(digest, mailing_list, answered_at), self._keys)}"
-        attempt.list_answer = ListAnswer(asked_at, link)
-        return None if reason is None else Suppressed(reason)
+        for _ in range(_QUESTIONS):
+            question, place = self._next, len(self._next.asked)
+            question.asked.append((address, mailing_list))
+            async with self._turn:
+                answers = question.answers or await self._put(question)
+            if isinstance(answers, Snooze):
+                return answers
+            digest, reason, answered_at = answers[place]
+            if reason is not None:
+                return Suppressed(reason)
+            attempt.unsuppressed_at = question.asked_at
+            if self._url is not None:
+                token = token_of(Target(digest, mailing_list, answered_at), self._keys)
+                attempt.link = f"{self._url.rstrip('/')}/{token}"
+            if not is_doubtful(attempt):
+                return None
+        return Snooze(_PAUSE_SECONDS, f"{_UNKNOWN}: the database answers too slowly")
 
-    async def _ask(self, address: str, mailing_list: str) -> _Answer:
-        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((address, mailing_list, answer))
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._answer())
-        return await answer
-
-    async def _answer(self) -> None:
-        """Ask for all that wait, until none does."""
-        while self._waiting:
-            asked, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
-            addresses, mailing_lists, futures = zip(*asked, strict=True)
-            parameters = {"addresses": list(addresses), "mailing_lists": list(mailing_lists)}
-            try:
-                rows = await self._store.claims.fetch(sql.SUPPRESSED, parameters)
-            except Exception as error:  # noqa: BLE001 - it is the answer to those that wait
-                for future in futures:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                for place, *answer in rows:
-                    if not (future := futures[place - 1]).done():
-                        future.set_result((answer[0], answer[1], answer[2]))
-        self._asking = None
+    async def _put(self, question: _Question) -> Sequence[TupleRow] | Snooze:
+        """Put a question to the database, for all that wait for it."""
+        await asyncio.sleep(0)  # The other attempts of a batch join it.
+        self._next = _Question()
+        question.asked_at = elapsed_clock()
+        addresses, mailing_lists = zip(*question.asked, strict=True)
+        parameters = {"addresses": list(addresses), "mailing_lists": list(mailing_lists)}
+        try:
+            question.answers = await self._fetch(sql.SUPPRESSED, parameters)
+        except (psycopg.Error, OSError) as error:
+            cause = error.diag.message_primary if isinstance(error, RaiseException) else kind_of(error)
+            question.answers = Snooze(_PAUSE_SECONDS, f"{_UNKNOWN}: {cause}")
+        return question.answers
 
 
-def _with_link(content: Content, answer: ListAnswer | None) -> Content:
-    """Return an e-mail with the headers of RFC 8058, unless its handler has set them itself."""
-    if not isinstance(content, Email) or answer is None or answer.link is None:
+def prepared(attempt: Attempt, content: Content) -> Content:
+    """Return the content of a list as it is sent: with the headers of RFC 8058, unless its handler has set them.
+
+    Raises `Permanent` for another recipient, who could not be asked about.
+    """
+    if isinstance(content, Email) and (content.to is not None or content.cc or content.bcc):
+        raise Permanent("email.to, cc, bcc: a mail of a mailing list goes to the destination of its message alone")
+    if isinstance(content, RawEmail) and content.to is not None:
+        raise Permanent("raw_email.to: a mail of a mailing list goes to the destination of its message alone")
+    if attempt.link is None or not isinstance(content, Email):
         return content
     if any(name.lower() == "list-unsubscribe" for name in content.headers):
         return content
-    headers = {"List-Unsubscribe": f"<{answer.link}>", "List-Unsubscribe-Post": "List-Unsubscribe=One-Click"}
-    return dataclasses.replace(content, headers={**content.headers, **headers})
+    own = {"List-Unsubscribe": f"<{attempt.link}>", "List-Unsubscribe-Post": "List-Unsubscribe=One-Click"}
+    return dataclasses.replace(content, headers={**content.headers, **own})

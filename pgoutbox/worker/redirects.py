@@ -19,7 +19,7 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.database.worker_connection import kind_of
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome, Snooze
+from pgoutbox.message import Message, Outcome, Snooze, Suppressed
 from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Content, Transport, current_gate, scheme_of
@@ -81,7 +81,7 @@ class Redirects:
         try:
             await gate()
             return await transport.send(message, content)
-        except Snooze as refusal:
+        except (Snooze, Suppressed) as refusal:
             return refusal
         finally:
             current_gate.reset(token)

@@ -100,6 +100,12 @@ def test_it_serves_the_links_to_unsubscribe_without_a_sign_in(
     assert CANARY not in web.output
 
 
+def test_it_refuses_links_to_unsubscribe_without_a_path() -> None:
+    keys = "a key of 32 characters for tests"
+    told = refusal("--insecure", unsubscribe_url="https://leave.example.org", unsubscribe_keys=keys)
+    assert "PGOUTBOX_UNSUBSCRIBE_URL: needs a path" in told
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
     assert "is not a loopback address" in refusal("--insecure", "--host", host)

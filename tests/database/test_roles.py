@@ -121,7 +121,7 @@ FUNCTION_RIGHTS: Final[dict[str, str]] = {
     "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tick_schedule "
     "_tokens_of _with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
-    "address_digest import_suppressions suppress _unsubscribe unsuppress "
+    "address_digest import_suppressions suppress _suppressed unsuppress "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
     "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_schedule pause_topic prune "
     "_prune_dedupe redrive release reschedule resend resume_schedule resume_topic run_schedule _selected_messages "
@@ -1068,8 +1068,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         """SELECT pgoutbox.set_schedule('s', '0 7 * * *', '{"topic": "mail", "payload": 1}')""",
     ),
     (PRODUCER, "SELECT pgoutbox.unset_schedule('s')"),
-    (PRODUCER, "SELECT pgoutbox.suppress('ada@example.org', 'bounce', detail => 'to ada@example.org')"),
-    (PRODUCER, "SELECT pgoutbox._unsubscribe(pg_catalog.md5('a'), 'news', pg_catalog.now())"),
+    (PRODUCER, "SELECT pgoutbox.suppress('ada@example.org', 'bounce')"),
+    (PRODUCER, "SELECT pgoutbox._unsubscribe(pg_catalog.repeat('a', 40), 'news', pg_catalog.now())"),
     (OPERATOR, "SELECT pgoutbox.unsuppress('otto@example.org')"),
     (OPERATOR, """SELECT pgoutbox.import_suppressions('[{"address": "ada@example.org", "reason": "manual"}]')"""),
     (OPERATOR, "SELECT pgoutbox.address_digest('ada@example.org')"),

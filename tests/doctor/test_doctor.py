@@ -1394,6 +1394,19 @@ def test_mailing_lists_without_links_to_unsubscribe_are_a_warning(dsn: str) -> N
     assert levels(found(settings, "unsubscribe", outbox=outbox)) == ["ok"]
 
 
+def test_suppressed_addresses_of_another_secret_are_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    Operator(db).suppress("ada@example.org", "bounce")
+    assert levels(found(dsn, "unsubscribe")) == ["ok"]
+    db.execute("UPDATE pgoutbox.secret SET key = sha256(key)")
+    expect(
+        found(dsn, "unsubscribe"),
+        Level.PROBLEM,
+        "suppressions-unknown",
+        "of another pgoutbox.secret",
+        "Restore its row",
+    )
+
+
 @pytest.mark.slow
 def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()

@@ -56,7 +56,6 @@ ROWS: Final = """
     INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) VALUES ('k', now(), 1, 'w', '');
     INSERT INTO pgoutbox.redirect (set_at, target, set_by) VALUES (now(), '@example.org', 'olga');
     INSERT INTO pgoutbox.schedule (name, rule, message) VALUES ('s', 'every 60', '{}');
-    INSERT INTO pgoutbox.suppression (digest, mailing_list, reason) VALUES (md5(''), '', 'manual');
     INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{}', '{}')
 """
 """A row of each table with a column that may name a person; `home` has one already."""

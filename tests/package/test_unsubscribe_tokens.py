@@ -11,18 +11,17 @@ from pgoutbox.unsubscribe import tokens
 from pgoutbox.unsubscribe.tokens import Target, target_of, token_of
 
 KEY: Final = b"a key of the tests"
-TARGET: Final = Target("0123456789abcdef" * 2, "news", datetime(2026, 12, 1, 3, 28, 37, 123456, tzinfo=UTC))
+TARGET: Final = Target("0123456789abcdef0123" * 2, "news", datetime(2026, 12, 1, 3, 28, 37, 123456, tzinfo=UTC))
 
 
 def test_a_token_brings_its_target_back() -> None:
-    for mailing_list in ("a", "news", "n" * 63):
+    for mailing_list in ("a", "news", "a.b_c-d", "n" * 63):
         target = TARGET._replace(mailing_list=mailing_list)
         assert target_of(token_of(target, [KEY]), [b"another key", KEY]) == target
     assert target_of(token_of(TARGET, [KEY]), []) is None
 
 
-@pytest.mark.parametrize("content", [b"\x02" + b"0" * 24 + b"news", b"\x01" + b"0" * 24])
-def test_a_signed_token_of_another_form_is_refused(content: bytes) -> None:
+@pytest.mark.parametrize("content", ["0" * 54 + "News", "0" * 54, "0" * 55 + "news", "g" * 54 + "news"])
+def test_a_signed_token_of_another_form_is_refused(content: str) -> None:
     """A later version may sign one with the same key."""
-    token = tokens._encoded(content + tokens._signature(KEY, content))
-    assert target_of(token, [KEY]) is None
+    assert target_of(f"{content}~{tokens._signature(KEY, content)}", [KEY]) is None

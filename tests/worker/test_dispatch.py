@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from pgoutbox import Email
 from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import Store
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import (
@@ -28,7 +29,9 @@ from pgoutbox.retry import MAX_DELAY_SECONDS, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.attempt import Attempt, Claim
 from pgoutbox.worker.dispatcher import Dispatcher
+from pgoutbox.worker.mailing_lists import MailingLists
 from pgoutbox.worker.threads import AttemptThreads, ThreadOwner, thread_owner
+from tests.support.settings import settings_with
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -81,7 +84,9 @@ async def hold(attempt: Attempt) -> None:
 def dispatcher() -> Iterator[Dispatcher]:
     """Return a dispatcher without transports, with one thread."""
     with AttemptThreads(1) as threads:
-        yield Dispatcher({}, threads)
+        settings = settings_with(dsn="host=/nowhere")
+        lists = MailingLists(settings, Store(settings, worker="w").attempts.fetch)
+        yield Dispatcher({}, threads, lists=lists)
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:

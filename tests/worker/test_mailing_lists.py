@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox, Topic, Worker
+from pgoutbox import Context, Email, Message, Outbox, Permanent, Sent, SyncContext, Topic, Worker
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database import sql
 from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.operations import Operator
-from pgoutbox.worker import mailing_lists
-from tests.support.outbox_actions import rows_of, settings_for
+from pgoutbox.transports import Content, pass_gate
+from pgoutbox.worker import executor, mailing_lists
+from pgoutbox.worker.threads import AttemptThreads
+from tests.support.outbox_actions import enqueue, rows_of, settings_for
 from tests.support.smtp_server import accepting_server, mail_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import LiteralString
 
-    import psycopg
     from psycopg.rows import TupleRow
+
+    from pgoutbox import Outcome
 
 
 @pytest.fixture
@@ -44,7 +50,13 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def deliver(
-    dsn: str, db: psycopg.Connection, *, count: int, mailing_list: str | None, batch: bool = False
+    dsn: str,
+    db: psycopg.Connection,
+    *,
+    count: int,
+    mailing_list: str | None,
+    batch: bool = False,
+    state: str = "sent",
 ) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=20, batch_size=100))
     topic = Topic("news", mailing_list=mailing_list)
@@ -62,7 +74,7 @@ async def deliver(
     with db.transaction():
         outbox.on(db).enqueue_fanout("news", None, ["mailto:ada@example.org"] * count)
     await Worker(outbox).run_once()
-    assert {row.state for row in rows_of(db)} == {"sent"}
+    assert {row.state for row in rows_of(db)} == {state}
 
 
 async def test_attempts_that_wait_share_a_question(dsn: str, db: psycopg.Connection, questions: list[int]) -> None:
@@ -110,10 +122,95 @@ async def test_a_process_that_was_suspended_after_the_answer_asks_again(
     assert questions == [1, 1]
 
 
+async def test_a_message_waits_after_three_slow_answers(
+    dsn: str, db: psycopg.Connection, questions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(1_000_000, 3)
+    monkeypatch.setattr(mailing_lists, "elapsed_clock", lambda: float(next(ticks)))
+    await deliver(dsn, db, count=1, mailing_list="news", state="pending")
+    assert questions == [1, 1, 1]
+    assert (
+        rows_of(db)[0].last_error == "not sent: the suppressed addresses are unknown: the database answers too slowly"
+    )
+
+
+async def test_a_handler_that_waited_for_its_thread_asks_again(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the first message is the only one."""
+    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
+    outbox, begun = Outbox(settings_for(dsn, concurrency=2)), list[str | None]()
+    monkeypatch.setattr(executor, "AttemptThreads", lambda _: AttemptThreads(1))
+
+    @outbox.handler(Topic("news", mailing_list="news"))
+    def news(message: Message, ctx: SyncContext) -> None:
+        begun.append(message.destination)
+        time.sleep(0.3)
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            Operator(connection).suppress("ada@example.org", "complaint")
+            Operator(connection).suppress("otto@example.org", "complaint")
+
+    with db.transaction():
+        outbox.on(db).enqueue_fanout("news", None, ["mailto:ada@example.org", "mailto:otto@example.org"])
+    await Worker(outbox).run_once()
+    assert len(begun) == 1
+    assert sorted(row.state for row in rows_of(db)) == ["sent", "skipped"]
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_a_half_of_a_batch_that_is_tried_again_is_asked_about_again(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, transactional: bool
+) -> None:
+    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
+    outbox, begun = Outbox(settings_for(dsn)), list[list[str | None]]()
+    both = ["mailto:ada@example.org", "mailto:otto@example.org"]
+
+    @outbox.batch_handler(Topic("news", mailing_list="news"), transactional=transactional)
+    async def news(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        begun.append([message.destination for message in messages])
+        if len(messages) > 1:
+            Operator(db).suppress("ada@example.org", "complaint")
+            await asyncio.sleep(0.3)
+            raise Permanent("one of them is wrong")
+
+    with db.transaction():
+        outbox.on(db).enqueue_fanout("news", None, both)
+    await Worker(outbox).run_once()
+    assert begun == [both, both[1:]]
+    assert [row.state for row in rows_of(db)] == ["skipped", "sent"]
+
+
+async def test_a_mail_whose_transport_waits_is_not_handed_over_after_the_suppression(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
+
+    class Slow:
+        schemes, follows_redirect = ("mailto",), True
+
+        async def send(self, message: Message[object], content: Content) -> Outcome:
+            Operator(db).suppress("ada@example.org", "complaint")
+            await asyncio.sleep(0.3)
+            await pass_gate()
+            return Sent()
+
+        async def aclose(self) -> None: ...
+
+    outbox = Outbox(settings_for(dsn), transports=[Slow()])
+
+    @outbox.handler(Topic("news", mailing_list="news"))
+    async def news(message: Message, ctx: Context) -> Email:
+        return Email(subject="News", text="News")
+
+    enqueue(db, "news", destination="mailto:ada@example.org")
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db)] == ["skipped"]
+
+
 def test_the_question_reads_by_the_primary_key(db: psycopg.Connection) -> None:
     db.execute(
         "INSERT INTO pgoutbox.suppression (digest, mailing_list, reason)"
-        " SELECT md5(n::text), '', 'manual' FROM generate_series(1, 20000) AS n"
+        " SELECT pgoutbox._list_mark() || md5(n::text), '', 'manual' FROM generate_series(1, 20000) AS n"
     )
     db.execute("ANALYZE pgoutbox.suppression")
     before = db.execute("SELECT seq_scan, idx_scan FROM pg_stat_user_tables WHERE relname = 'suppression'").fetchone()

@@ -1,5 +1,5 @@
 -- Delete those of the messages that have this owner and this destination, if given, with all that belongs to them, and the
--- schedules of this owner or to this destination. With an owner or a destination also the suppressions of their addresses.
+-- schedules of this owner or to this destination.
 -- Returns for each id the same result as erase, or changed: it has another owner or destination. The keys of the
 -- messages are locked first: while they are, no message of these keys can be enqueued. The statements after that see
 -- every message of these keys, and only this transaction can need or free a key. A message whose key is locked by
@@ -34,7 +34,6 @@ DECLARE
     texts text[];
     keys text[];
     act_count bigint;
-    suppression_count bigint;
 BEGIN
     DELETE FROM pgoutbox.schedule AS s
     WHERE NOT by_ids
@@ -150,10 +149,6 @@ BEGIN
     PERFORM pgoutbox._wake_all_workers(f.queue) FROM unnest(freed_queues) AS f(queue);
 
     texts := texts || ARRAY[_erase.destination, 'mailto:' || _erase.destination];
-    DELETE FROM pgoutbox.suppression AS s
-    WHERE NOT by_ids
-        AND s.digest IN (SELECT pgoutbox.address_digest(t.text) FROM unnest(texts) AS t(text) WHERE t.text ~ '@');
-    GET DIAGNOSTICS suppression_count = ROW_COUNT;
     texts := ARRAY(
         SELECT d.uri FROM unnest(texts) AS d(uri)
         UNION
@@ -210,7 +205,7 @@ BEGIN
     PERFORM pgoutbox._record_act('cancel', message_ids => requested, details => selection);
     -- The audit outlives the messages, so it does not name the owner or the address. An erasure that only changed acts
     -- is recorded too: otherwise an operator could change the audit without a trace.
-    IF cardinality(erased) + act_count + suppression_count > 0 THEN
+    IF cardinality(erased) + act_count > 0 THEN
         PERFORM pgoutbox._record_act('erase', message_ids => nullif(erased, '{}'), details => selection);
     END IF;
 END

@@ -10,7 +10,8 @@ DECLARE
 BEGIN
     IF key IS NULL THEN
         RAISE EXCEPTION 'pgoutbox: the table pgoutbox.secret has no row' USING
-            HINT = 'Run as the owner: INSERT INTO pgoutbox.secret DEFAULT VALUES;';
+            HINT = 'Restore it from a backup. A new one, by INSERT INTO pgoutbox.secret DEFAULT VALUES, compares no digest'
+                ' of before: empty the table pgoutbox.suppression then, and import the addresses again.';
     END IF;
     RETURN encode(sha256(key || sha256(key || convert_to(purpose || chr(10) || value, 'UTF8'))), 'hex');
 END

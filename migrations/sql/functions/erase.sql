@@ -1,7 +1,6 @@
 -- Delete the messages with these ids, of this owner, or to this destination, in every state, with payloads, attempts,
--- keys and their traces in the audit, the messages for hooks about their failures, their schedules, and for an owner or a
--- destination the suppressions of its addresses. Returns for each message erased, in_flight (its attempt is asked to stop:
--- call again after it), locked (call again), or missing.
+-- keys and their traces in the audit, the messages for hooks about their failures, and their schedules. Returns for each message erased,
+-- in_flight (its attempt is asked to stop: call again after it), locked (call again), or missing.
 --
 -- A message of a transaction that has not committed yet is not seen, and not erased.
 CREATE FUNCTION pgoutbox.erase(ids bigint[] DEFAULT NULL, owner text DEFAULT NULL, destination text DEFAULT NULL)

@@ -1,6 +1,6 @@
--- Suppress many addresses: a JSON array of objects with `address` or `digest`, and with `reason`, `mailing_list`, `detail` and
+-- Suppress many addresses: a JSON array of objects with `address` or `digest`, and with `reason`, `mailing_list` and
 -- `created_at`. The digests are those of this database. Suppressions that are in force stay as they are, and ended ones begin
--- again. Returns the number of new ones.
+-- again unless they ended after `created_at`. Returns the number of new ones.
 CREATE FUNCTION pgoutbox.import_suppressions(items jsonb)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -21,19 +21,23 @@ BEGIN
     FROM ROWS FROM (jsonb_to_recordset(items) AS (
         address text, digest text, mailing_list text, reason text, created_at timestamptz
     )) WITH ORDINALITY AS i(address, digest, mailing_list, reason, created_at, place);
-    SELECT count(*) FILTER (WHERE pgoutbox._suppress(f.digest, f.mailing_list, f.reason, f.detail, f.created_at))
+    SELECT count(*) FILTER (
+        WHERE pgoutbox._suppress(
+            f.digest, f.mailing_list, f.reason, coalesce(f.created_at, now()), coalesce(f.created_at, 'infinity')
+        )
+    )
     INTO changed_count
     FROM (
-        SELECT
-            coalesce(i.digest, pgoutbox.address_digest(i.address)) AS digest,
-            i.mailing_list, i.reason, i.detail, i.created_at
+        SELECT coalesce(i.digest, pgoutbox.address_digest(i.address)) AS digest, i.mailing_list, i.reason, i.created_at
         FROM jsonb_to_recordset(items) AS i(
-            address text, digest text, mailing_list text, reason text, detail text, created_at timestamptz
+            address text, digest text, mailing_list text, reason text, created_at timestamptz
         )
         ORDER BY 1, 2 -- Two imports lock the same rows in one order.
         OFFSET 0
     ) AS f;
-    PERFORM pgoutbox._record_act('suppress', message_count => changed_count::integer);
+    IF changed_count > 0 THEN
+        PERFORM pgoutbox._record_act('suppress', details => jsonb_build_object('imported', changed_count));
+    END IF;
     RETURN changed_count;
 END
 $function$;

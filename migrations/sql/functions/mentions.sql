@@ -59,8 +59,6 @@ BEGIN
         SELECT 'home', NULL, '{adopted_by}', ARRAY[h.adopted_by] FROM pgoutbox.home AS h
         UNION ALL
         SELECT 'schedule', NULL, '{message}', ARRAY[s.message::text] FROM pgoutbox.schedule AS s
-        UNION ALL
-        SELECT 'suppression', NULL, '{detail}', ARRAY[s.detail] FROM pgoutbox.suppression AS s
     )
     SELECT s.relation, f.field, s.id
     FROM stored AS s(relation, id, fields, texts)

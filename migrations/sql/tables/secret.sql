@@ -1,4 +1,4 @@
--- The key of the digests in the audit. Only the owner of the schema reads it. No role has a right on it.
+-- The key of the digests in the audit and of suppressed addresses. Only the owner of the schema reads it. No role has a right on it.
 --
 -- A copy of the database has the same key, so its digests can still be compared.
 CREATE TABLE pgoutbox.secret (

@@ -4,7 +4,6 @@ SELECT
     s.digest,
     nullif(s.mailing_list, '') AS mailing_list,
     s.reason,
-    pgoutbox._redacted_text(s.detail) AS detail,
     s.created_at,
     s.ended_at
 FROM pgoutbox.suppression AS s;

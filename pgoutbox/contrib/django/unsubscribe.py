@@ -13,21 +13,19 @@ from django.urls import path
 from django.views.decorators.csrf import csrf_exempt
 
 from pgoutbox.contrib.django import outbox
-from pgoutbox.settings import Settings
-from pgoutbox.unsubscribe.endpoint import MAX_BODY_BYTES, Endpoint, Texts
+from pgoutbox.unsubscribe.endpoint import ONE_CLICK, Endpoint
+
+_endpoint = lru_cache(maxsize=1)(Endpoint)
 
 
 @csrf_exempt  # Mail programs send no cookies. The signature of the link is enough.
 @transaction.non_atomic_requests
 def unsubscribe(request: HttpRequest, token: str) -> HttpResponse:
     """Show the page of a link, or unsubscribe."""
-    answer = _endpoint(outbox.settings).answer(str(request.method), token, request.read(MAX_BODY_BYTES + 1))
+    # Not the body: a middleware may have read the form.
+    body = ONE_CLICK if str(request.POST.get("List-Unsubscribe")).strip() == "One-Click" else b""
+    answer = _endpoint(outbox.settings).answer(str(request.method), token, body)
     return HttpResponse(answer.body, status=answer.status, headers=dict(answer.headers))
-
-
-@lru_cache(maxsize=1)
-def _endpoint(settings: Settings) -> Endpoint:
-    return Endpoint(settings, Texts())
 
 
 urlpatterns = [path("<str:token>", unsubscribe, name="pgoutbox-unsubscribe")]

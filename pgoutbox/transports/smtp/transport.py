@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, cast
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Outcome, Permanent, SendFailure, Sent, Transient, Unavailable
 from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.options import DOMAIN
 from pgoutbox.text import one_line
-from pgoutbox.transports.addresses import DOMAIN, parse_mailbox
+from pgoutbox.transports.addresses import parse_mailbox
 from pgoutbox.transports.smtp.outgoing import SLOWEST_BYTES_PER_SECOND, MailTransport, OutgoingMail
 from pgoutbox.transports.smtp.refusals import Cause, Refusal, cause_of
 from pgoutbox.transports.tls import client_context

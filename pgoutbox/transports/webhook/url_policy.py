@@ -22,8 +22,8 @@ from ipaddress import (
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent
+from pgoutbox.options import DOMAIN
 from pgoutbox.transports import WEB_PORTS
-from pgoutbox.transports.addresses import DOMAIN
 from pgoutbox.transports.checks import require_text
 
 Address = IPv4Address | IPv6Address

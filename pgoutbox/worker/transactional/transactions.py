@@ -201,6 +201,9 @@ class Transactions:
                 results[attempt] = outcome_of_error(attempt.handler, late)
             else:
                 handed.append(attempt)
+        if handed and (refused := await self._dispatcher.lists.refusals(handed)):
+            results.update(refused)
+            handed = [attempt for attempt in handed if attempt not in refused]
         if not handed:
             return (), ()
         outcomes = await self._call(session, handed, self._dispatcher.call_batch)

@@ -1,2 +1,2 @@
--- End the suppression of an address in the caller's transaction. True: there was one.
-SELECT pgoutbox.unsuppress(address => %s::pg_catalog.text, mailing_list => %s::pg_catalog.text)
+-- End the suppression of an address. True: there was one.
+SELECT pgoutbox.unsuppress(%s::pg_catalog.text, %s::pg_catalog.text)
