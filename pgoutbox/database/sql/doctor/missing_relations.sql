@@ -8,8 +8,8 @@ FROM unnest(
         'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
         'message_live', 'message_view', 'pulse_view', 'queue', 'queue_view', 'rate_claim', 'redirect',
         'redirect_view', 'retention', 'retention_view', 'revision', 'secret',
-        'schedule', 'schedule_view', 'suppression', 'suppression_view', 'topic_pause', 'topic_pause_view', 'waiting_view', 'worker',
-        'worker_event_view', 'worker_view'
+        'schedule', 'schedule_view', 'suppression', 'suppression_view', 'topic_pause', 'topic_pause_view',
+        'waiting_view', 'worker', 'worker_event_view', 'worker_view'
     ]
 ) AS needed(name)
 WHERE NOT EXISTS (
