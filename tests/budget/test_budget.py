@@ -43,3 +43,11 @@ def test_a_message_costs_no_more_than_its_budget(meter: Meter, name: str) -> Non
 def test_the_book_has_each_kind_and_size() -> None:
     sizes = {name: {str(size) for size in kind.sizes} for name, kind in KINDS.items()}
     assert {name: set(budget) for name, budget in read_book().items()} == sizes
+
+
+@pytest.mark.parametrize("name", ["dead rows", "index entries", "WAL bytes"])
+def test_a_mail_of_a_list_writes_no_more_than_another(name: str) -> None:
+    book = read_book()
+    for size, cost in book["e-mails of a mailing list"].items():
+        # Beside it are the claims, which are smaller and so more.
+        assert cost[name] <= 1.05 * book["e-mails"][size][name]
