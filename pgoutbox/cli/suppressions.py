@@ -35,13 +35,12 @@ Reason = Annotated[SuppressionReason, typer.Option(help="Why. A bounce and a com
 def list_suppressions(
     *,
     address: Annotated[str | None, typer.Option(help="Only those of this e-mail address.")] = None,
-    mailing_list: Annotated[str | None, typer.Option("--list", metavar="NAME", help="Only this mailing list.")] = None,
     limit: Limit = 100,
     options: Options,
 ) -> None:
     """List the suppressions in force, the newest first. They have digests and no addresses."""
     with open_operator(options.settings, read_only=True) as operator:
-        found = operator.list_suppressions(address=address, mailing_list=mailing_list, limit=limit)
+        found = operator.list_suppressions(address=address, limit=limit)
     if found or options.as_json:
         options.print_rows(Suppression._fields, found)
     else:

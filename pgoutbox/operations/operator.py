@@ -21,6 +21,7 @@ from typing import Final, LiteralString, Self, TypeVar, cast
 from uuid import uuid4
 
 import psycopg
+from psycopg.abc import Params
 from psycopg.errors import CheckViolation, IntegrityError, InvalidParameterValue, RaiseException
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
@@ -613,30 +614,23 @@ class Operator:
             raise StateError(f"schedule {name}: its message is refused: {error.diag.message_primary}") from None
         return None if message_id is None else int(message_id)
 
-    def list_suppressions(
-        self, *, address: str | None = None, mailing_list: str | None = None, limit: int | None = 100
-    ) -> list[Suppression]:
-        """Return up to `limit` suppressions in force, the newest first; of an address or a mailing list if given.
+    def list_suppressions(self, *, address: str | None = None, limit: int | None = 100) -> list[Suppression]:
+        """Return up to `limit` suppressions in force, the newest first; of an address if it is given.
 
         Without a limit it returns all, which `import_suppressions` of this database takes again.
         """
         checked = None if address is None else check_address("address", address)
-        which = {"address": checked, "mailing_list": mailing_list, "limit": limit}
-        return [Suppression._make(row) for row in self._fetch(sql.LIST_SUPPRESSIONS, which)]
+        rows = self._fetch(sql.LIST_SUPPRESSIONS, {"address": checked, "limit": limit})
+        return [Suppression._make(row) for row in rows]
 
     def suppress(self, address: str, reason: SuppressionReason, *, mailing_list: str | None = None) -> bool:
         """Stop the mail of a mailing list, or of every list, to an address, as `Producer.suppress` does."""
-        return self._suppress(sql.SUPPRESS, address, reason, mailing_list)
+        ((has_changed,),) = self._act(sql.SUPPRESS, (check_address("address", address), reason, mailing_list))
+        return bool(has_changed)
 
     def unsuppress(self, address: str, *, mailing_list: str | None = None) -> bool:
         """End the suppression of an address for a mailing list, or that for every list. Return False without one."""
-        return self._suppress(sql.UNSUPPRESS, address, mailing_list)
-
-    def _suppress(self, statement: LiteralString, address: str, *others: str | None) -> bool:
-        target = check_address("address", address), *others
-        ((has_changed,),) = self._announced(
-            self._named(), lambda: self._connection.execute(statement, target).fetchall()
-        )
+        ((has_changed,),) = self._act(sql.UNSUPPRESS, (check_address("address", address), mailing_list))
         return bool(has_changed)
 
     def import_suppressions(
@@ -883,7 +877,7 @@ class Operator:
         return {**self._actor, "act_id": uuid4(), "stated": Jsonb(given) if given else None}
 
     def _act(
-        self, statement: LiteralString, parameters: Mapping[str, object], act: Mapping[str, object] | None = None
+        self, statement: LiteralString, parameters: Params, act: Mapping[str, object] | None = None
     ) -> list[TupleRow]:
         """Run one statement in a transaction that the schema records as this act, if it changes something."""
         return self._announced(act or self._named(), lambda: self._connection.execute(statement, parameters).fetchall())

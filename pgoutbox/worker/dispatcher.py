@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import Final, cast
 
 from pgoutbox.clock import elapsed_clock
@@ -16,7 +17,7 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Postponed, SendFailure, Sent, Skip, Snooze
 from pgoutbox.text import describe
-from pgoutbox.transports import Content, Transport, current_gate, scheme_of
+from pgoutbox.transports import Content, Gate, Transport, current_gate, scheme_of
 from pgoutbox.transports.registry import MissingTransport
 from pgoutbox.worker.attempt import Attempt
 from pgoutbox.worker.handler_errors import outcome_of_exception
@@ -153,9 +154,11 @@ class Dispatcher:
                 return result
             # `isinstance` with a protocol takes fifty times as long.
             case _ if (scheme := getattr(result, "scheme", None)) is not None:
+                gate: Gate = attempt.pass_gate
                 if attempt.handler.mailing_list is not None:
                     result = prepared(attempt, cast("Content", result))
-                current_gate.set(self.lists.gate_of(attempt))
+                    gate = partial(self.lists.pass_gate, attempt)
+                current_gate.set(gate)
                 return await self._deliver(message, cast("Content", result), scheme)
             case _:
                 # The next release of the handler can deliver the message. Its effects may have happened.
@@ -194,7 +197,7 @@ def _begin(
     now = elapsed_clock()
     for attempt in attempts:
         if attempt.is_in_doubt(now) or (attempt.handler.mailing_list is not None and is_doubtful(attempt)):
-            asyncio.run_coroutine_threadsafe(lists.gate_of(attempt)(), loop).result()
+            asyncio.run_coroutine_threadsafe(lists.pass_gate(attempt), loop).result()
     return function(*arguments)
 
 

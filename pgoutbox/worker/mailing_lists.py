@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Final, LiteralString, TypeAlias
 
 import psycopg
@@ -23,7 +22,7 @@ from pgoutbox.database.worker_connection import kind_of
 from pgoutbox.errors import ArgumentError
 from pgoutbox.message import Permanent, Snooze, Suppressed
 from pgoutbox.options import check_address
-from pgoutbox.transports import Content, Gate
+from pgoutbox.transports import Content
 from pgoutbox.transports.smtp.mail import Email, RawEmail, address_of
 from pgoutbox.unsubscribe.tokens import Target, keys_of, token_of
 from pgoutbox.worker.threads import thread_owner
@@ -44,8 +43,8 @@ _UNKNOWN: Final = "not sent: the suppressed addresses are unknown"
 
 
 def is_doubtful(attempt: Attempt) -> bool:
-    """Whether the last answer is too old to begin a handler or a hand-over."""
-    return elapsed_clock() - attempt.unsuppressed_at >= _FRESH_SECONDS
+    """Whether its topic has a list, and the last answer is too old to begin a handler or a hand-over."""
+    return attempt.handler.mailing_list is not None and elapsed_clock() - attempt.unsuppressed_at >= _FRESH_SECONDS
 
 
 class _Question:
@@ -72,9 +71,7 @@ class MailingLists:
         self._turn = asyncio.Lock()
 
     async def refusals(self, work: Work) -> Mapping[Attempt, _Refusal]:
-        """Return the outcomes of the attempts whose handlers must not begin. All of them have one handler."""
-        if work[0].handler.mailing_list is None:
-            return {}
+        """Return the outcomes of the attempts whose handlers must not begin."""
         for attempt in work:
             attempt.is_at_gate = True
         found = await self._ask_about(work)
@@ -82,18 +79,13 @@ class MailingLists:
             attempt.is_at_gate = False
         return found
 
-    def gate_of(self, attempt: Attempt) -> Gate:
-        """Return the gate that the attempt passes before its handler or a hand-over begins."""
-        return attempt.pass_gate if attempt.handler.mailing_list is None else partial(self._pass_gate, attempt)
-
-    async def _pass_gate(self, attempt: Attempt) -> None:
-        while True:
-            await attempt.pass_gate()
-            # Either answer may be late.
-            if not is_doubtful(attempt):
-                return
+    async def pass_gate(self, attempt: Attempt) -> None:
+        """Raise the outcome of an attempt whose handler or hand-over must not begin. See `Attempt.pass_gate`."""
+        await attempt.pass_gate()
+        while is_doubtful(attempt):
             for refusal in (await self._ask_about((attempt,))).values():
                 raise refusal
+            await attempt.pass_gate()  # The answer may have taken long.
 
     async def _ask_about(self, work: Work) -> Mapping[Attempt, _Refusal]:
         slot = thread_owner.get()

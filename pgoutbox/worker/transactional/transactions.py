@@ -201,7 +201,8 @@ class Transactions:
                 results[attempt] = outcome_of_error(attempt.handler, late)
             else:
                 handed.append(attempt)
-        if handed and (refused := await self._dispatcher.lists.refusals(handed)):
+        if handed and handed[0].handler.mailing_list is not None:
+            refused = await self._dispatcher.lists.refusals(handed)
             results.update(refused)
             handed = [attempt for attempt in handed if attempt not in refused]
         if not handed:

@@ -1,8 +1,7 @@
--- The suppressions in force, the newest first: of an address if it is given, and of a mailing list.
+-- The suppressions in force, the newest first: of an address if it is given.
 SELECT s.digest, s.mailing_list, s.reason, s.created_at
 FROM pgoutbox.suppression_view AS s
 WHERE s.ended_at IS NULL
     AND (%(address)s::text IS NULL OR s.digest = pgoutbox.address_digest(%(address)s::text))
-    AND (%(mailing_list)s::text IS NULL OR s.mailing_list = %(mailing_list)s::text)
 ORDER BY s.created_at DESC, s.digest, s.mailing_list
 LIMIT %(limit)s::bigint
