@@ -42,7 +42,7 @@ _ALERT_DESTINATION = re.compile(
 _MAX_DESTINATION_BYTES = 2048
 T = TypeVar("T")
 
-_UNSUBSCRIBE_URL = re.compile(r"(?:https://|http://(?:localhost|127\.0\.0\.1)(?=[:/]))(?:(?![?#<>,])[!-~])+")
+_UNSUBSCRIBE_URL = re.compile(r"(?:https://|http://(?:localhost|127\.0\.0\.1)(?=[:/]))(?:(?![?#<>,])[!-~]){1,500}")
 _MIN_KEY_LENGTH = 32
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
@@ -183,7 +183,9 @@ class UnsubscribeSettings(_Group):
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
         if url is not None and _UNSUBSCRIBE_URL.fullmatch(url) is None:
-            raise ValueError("must be an https: URL without a query, such as https://club.example.org/unsubscribe")
+            raise ValueError(
+                "must be an https: URL of up to 500 characters, without a query, such as https://club.example.org/unsubscribe"
+            )
         return url
 
     @field_validator("keys")

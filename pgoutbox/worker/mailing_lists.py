@@ -149,7 +149,7 @@ def prepared(attempt: Attempt, content: Content) -> Content:
         raise Permanent("raw_email.to: a mail of a mailing list goes to the destination of its message alone")
     if attempt.link is None or not isinstance(content, Email):
         return content
-    if any(name.lower() == "list-unsubscribe" for name in content.headers):
+    if any(name.lower().startswith("list-unsubscribe") for name in content.headers):
         return content
     own = {"List-Unsubscribe": f"<{attempt.link}>", "List-Unsubscribe-Post": "List-Unsubscribe=One-Click"}
     return dataclasses.replace(content, headers={**content.headers, **own})

@@ -42,6 +42,7 @@ SECRET_VARIABLES = (
     "PGOUTBOX_WEB_VIEWER_TOKENS",
     "PGOUTBOX_WEB_OPERATOR_TOKENS",
     "PGOUTBOX_WEB_SECRET",
+    "PGOUTBOX_UNSUBSCRIBE_KEYS",
 )
 FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
 
@@ -281,6 +282,36 @@ def test_an_invalid_key_is_refused_by_its_number(keys: str) -> None:
     message = refusal(encryption_keys=keys)
     assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is not a Fernet key")
     assert CANARY not in message
+
+
+UNSUBSCRIBE_URL = "https://club.example.org/unsubscribe"
+UNSUBSCRIBE_KEYS = "a key of the tests with 32 characters"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://club.example.org/unsubscribe",
+        "club.example.org/unsubscribe",
+        f"{UNSUBSCRIBE_URL}?list=news",
+        f"{UNSUBSCRIBE_URL}#news",
+        f"{UNSUBSCRIBE_URL}>, <mailto:leave@example.org",
+        f"{UNSUBSCRIBE_URL}\r\nBcc: ada@example.org",
+        "https://b\u00fccher.example/unsubscribe",
+        f"{UNSUBSCRIBE_URL}/{'x' * 500}",  # The header could not have it in one line.
+    ],
+)
+def test_a_link_to_unsubscribe_fits_into_its_header(url: str) -> None:
+    told = refusal(unsubscribe_url=url, unsubscribe_keys=UNSUBSCRIBE_KEYS)
+    assert "must be an https: URL of up to 500 characters, without a query" in told
+    settings_with(unsubscribe_url=UNSUBSCRIBE_URL, unsubscribe_keys=UNSUBSCRIBE_KEYS)
+
+
+def test_links_to_unsubscribe_need_long_keys() -> None:
+    told = refusal(unsubscribe_url=UNSUBSCRIBE_URL, unsubscribe_keys=f"{UNSUBSCRIBE_KEYS}, {CANARY}")
+    assert told.startswith("PGOUTBOX_UNSUBSCRIBE_KEYS=(hidden): key 2 has less than 32 characters")
+    assert CANARY not in told
+    assert "PGOUTBOX_UNSUBSCRIBE_KEYS is not" in refusal(unsubscribe_url=UNSUBSCRIBE_URL)
 
 
 def test_an_unknown_setting_is_refused_with_the_closest_one() -> None:
