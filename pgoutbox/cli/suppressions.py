@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from csv import DictReader, writer
+from csv import Error as CsvError
 from datetime import UTC
 from io import StringIO
 from pathlib import Path
@@ -81,10 +82,14 @@ def import_suppressions(
     that exist stay as they are.
     """
     lines = DictReader(StringIO(read_text(file), newline=""), restkey="")
-    if unknown := set(lines.fieldnames or ()) - {"address", *Suppression._fields}:
+    try:
+        columns, given = lines.fieldnames or (), list(lines)
+    except CsvError as error:  # A quote may be missing.
+        raise typer.BadParameter(f"{file}: after line {lines.line_num}: {error}") from None
+    if unknown := {*columns} - {"address", *Suppression._fields}:
         raise typer.BadParameter(f"{file}: unknown column {min(unknown)!r}; the first line names the columns")
     defaults = {"reason": reason, "mailing_list": mailing_list}
-    rows = [{**defaults, **{name: text or None for name, text in line.items()}} for line in lines]
+    rows = [{**defaults, **{name: text or None for name, text in line.items()}} for line in given]
     if (wrong := next((number for number, row in enumerate(rows) if "" in row), None)) is not None:
         raise typer.BadParameter(f"{file}: items[{wrong}] has more fields than the first line")
     told = interruptible("the batches so far are committed")

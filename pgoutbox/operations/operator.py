@@ -22,7 +22,7 @@ from uuid import uuid4
 
 import psycopg
 from psycopg.abc import Params
-from psycopg.errors import CheckViolation, IntegrityError, InvalidParameterValue, RaiseException
+from psycopg.errors import CheckViolation, IntegrityError, InvalidParameterValue, NullValueNotAllowed, RaiseException
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 from pydantic import ConfigDict, JsonValue, TypeAdapter
@@ -898,7 +898,7 @@ class Operator:
 
         try:
             return operator_connection.transact(self._connection, announce_and_run)
-        except InvalidParameterValue as error:
+        except (InvalidParameterValue, NullValueNotAllowed) as error:
             found = re.search(
                 rf": ((?:items\[\d+\]\.)?{error.diag.column_name}): (.+)", error.diag.message_primary or ""
             )

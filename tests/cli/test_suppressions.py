@@ -57,7 +57,8 @@ def test_a_file_is_imported_and_an_export_of_it_again(
         ("mailing_list\nnews\n", "items[0].address: must not be null"),
         ("address\nada@example.org,news\n", "items[0] has more fields than the first line"),
         ("address,reason\nada@example.org,bounce\u2028\n", "items[0].reason: must be bounce, complaint"),
-        ("address,reason\nada@example.org,\n", "items[0].reason: must not be null"),
+        ("address,reason\nada@example.org,\n", "error: items[0].reason: must not be null"),
+        ('address\nada@example.org\n"' + "otto@example.org\n" * 10_000, "after line 2: field larger than field limit"),
         ("address,created_at\nada@example.org,yesterday morning\n", "invalid input syntax"),
     ],
 )

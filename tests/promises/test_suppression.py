@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
@@ -61,10 +62,11 @@ async def deliver(dsn: str, db: psycopg.Connection, *destinations: str, topic: s
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("worker_count", [1, 3])
 async def test_of_1000_messages_queued_and_in_flight_none_begins_after_the_commit(
-    dsn: str, db: psycopg.Connection
+    dsn: str, db: psycopg.Connection, worker_count: int
 ) -> None:
-    """Ten handlers have begun, others wait for a slot, and the rest is pending: exactly the ten are handed over."""
+    """Ten handlers of each worker have begun, others wait for a slot, and the rest is pending: the ten are sent."""
     async with accepting_server() as inbox:
         outbox = Outbox(settings_for(dsn, concurrency=10, batch_size=100, **mail_settings(inbox.port)))
         begun, may_go_on = list[int](), asyncio.Event()
@@ -77,21 +79,23 @@ async def test_of_1000_messages_queued_and_in_flight_none_begins_after_the_commi
 
         with db.transaction():
             outbox.on(db).enqueue_fanout("news", None, ["mailto:ada@example.org"] * 1_000)
-        worker = Worker(outbox)
-        async with running(worker):
-            await until(lambda: len(begun) == 10)
-            assert worker.status().in_flight > 10
+        workers = [Worker(outbox) for _ in range(worker_count)]
+        async with AsyncExitStack() as stack:
+            for worker in workers:
+                await stack.enter_async_context(running(worker))
+            await until(lambda: len(begun) == 10 * worker_count)
+            assert all(worker.status().in_flight > 10 for worker in workers)
             with db.transaction():
                 assert outbox.on(db).suppress("ada@example.org", "unsubscribe", mailing_list="news")
             may_go_on.set()
             await until(lambda: all(row.is_finished for row in rows_of(db)))
     rows = rows_of(db)
-    assert len(begun) == 10
+    assert len(begun) == 10 * worker_count
     assert {row.state for row in rows if row.id in begun} == {"sent"}
     assert {(row.state, row.skip_reason) for row in rows if row.id not in begun} == {
         ("skipped", "suppressed: unsubscribe")
     }
-    assert len(inbox.received) == 10
+    assert len(inbox.received) == 10 * worker_count
 
 
 async def test_a_message_that_commits_during_the_suppression_is_not_handed_over(
@@ -420,12 +424,24 @@ def test_an_import_does_not_end_a_later_subscription(db: psycopg.Connection) -> 
     assert operator.import_suppressions([{"address": "ada@example.org", "reason": "bounce"}]) == 1
 
 
-def test_an_import_names_its_first_wrong_item_and_keeps_none_of_its_batch(db: psycopg.Connection) -> None:
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        ({"digest": "12", "reason": "bounce"}, "digest: must be 40 hexadecimal digits"),
+        ({"reason": "bounce"}, "address: must not be null"),
+        ({"address": "otto@example.org"}, "reason: must not be null"),
+        ({"address": "otto", "reason": "bounce"}, "address: must be one e-mail address"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_an_import_names_its_first_wrong_item_and_keeps_none_of_its_batch(
+    db: psycopg.Connection, item: dict[str, str], error: str, batch_size: int
+) -> None:
     operator = Operator(db)
-    items: list[Any] = [{"address": "ada@example.org", "reason": "bounce"}, {"digest": "12", "reason": "bounce"}]
-    with pytest.raises(ArgumentError, match=r"^items\[1\]\.digest: must be 40 hexadecimal digits"):
-        operator.import_suppressions(items)
-    assert operator.list_suppressions() == []
+    items: list[Any] = [{"address": "ada@example.org", "reason": "bounce"}, item, {"digest": "7"}]
+    with pytest.raises(ArgumentError, match=rf"^items\[1\]\.{error}"):
+        operator.import_suppressions(items, batch_size=batch_size)
+    assert len(operator.list_suppressions()) == 2 - batch_size
 
 
 @pytest.mark.parametrize(
