@@ -331,14 +331,19 @@ async def test_no_handler_begins_after_a_middleware_that_has_waited(
 async def test_a_lock_on_the_list_holds_back_no_mail_of_the_account(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:
-    repair, (outbox, begun) = connect(), outbox_of(dsn)
+    """Also not if mails of the list occupy all slots: they give them back."""
+    repair, (outbox, begun) = connect(), outbox_of(dsn, concurrency=5)
     repair.execute("LOCK TABLE pgoutbox.suppression")
-    news_id, reset_id = (enqueue(db, topic, destination=ADA) for topic in ("news", "reset"))
+    with db.transaction():
+        outbox.on(db).enqueue_fanout("news", None, [ADA] * 20)
+    reset_id = enqueue(db, "reset", destination=ADA)
     async with running(Worker(outbox)):
         await until(lambda: state_of(db, reset_id) == "sent")
         later_id = enqueue(db, "reset", destination=ADA)
         await until(lambda: state_of(db, later_id) == "sent")
-        assert (state_of(db, news_id), begun) == ("sending", [f"reset {ADA}"] * 2)
+        assert begun == [f"reset {ADA}"] * 2
+        (news, *_) = rows_of(db)
+        assert news.last_error == "not sent: the suppressed addresses are unknown: LockNotAvailable 55P03"
         repair.rollback()
 
 
