@@ -256,9 +256,12 @@ def _count_back(
         began_at = time.monotonic()
         seconds = _MINUTE_SECONDS if is_minute else max(0.01, ends_at - began_at)
         try:
-            with operator_connection.limiting(seconds), connection.transaction():
+            with connection.transaction():
+                with operator_connection.limiting(seconds):
+                    operator_connection.prepare(connection)
+                    count(first, last, length)
+                # Without a savepoint, the transaction would not survive a RELEASE that takes too long.
                 operator_connection.prepare(connection)
-                count(first, last, length)
         except psycopg.errors.QueryCanceled:
             if is_minute:
                 break
@@ -272,7 +275,6 @@ def _count_back(
             step *= 2
         elif taken > _BUDGET_SECONDS / 2:
             step = max(MINUTE, step / 2)
-    operator_connection.prepare(connection)
 
 
 def percentiles(slots: Iterable[Latencies], shares: Iterable[float]) -> list[float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,7 @@ from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import psycopg
 
@@ -281,6 +283,24 @@ def test_minutes_that_take_too_long_together_are_counted_one_by_one(
         found = history.History().sent(db, datetime.now(UTC), history.RANGES["1h"])
     assert len(found) > 2, "the last two minutes are counted again by the next request"
     assert all(counts == {1: 1} for counts in found.values())
+
+
+def test_the_end_of_a_count_is_not_a_part_of_its_time(
+    db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A RELEASE that is cancelled leaves the page without a transaction."""
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", 0)
+    with db.transaction():
+        prepare(db)
+        with (tmp_path / "trace").open("w+") as trace:
+            db.pgconn.trace(trace.fileno())
+            history.History().sent(db, datetime.now(UTC), history.RANGES["1h"])
+            db.pgconn.untrace()
+            trace.seek(0)
+            timeouts = re.findall(r"(RELEASE) |'([0-9]+)ms'", trace.read())
+    at_release = [before for (_, before), (is_release, _) in itertools.pairwise(timeouts) if is_release]
+    assert {"10", "300000"} <= {milliseconds for _, milliseconds in timeouts}
+    assert set(at_release) == {"300000"}
 
 
 @pytest.mark.parametrize("place", [0, 4, 9])
