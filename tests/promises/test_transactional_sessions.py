@@ -14,8 +14,7 @@ from psycopg import connect
 from psycopg import sql as composable
 from psycopg.conninfo import conninfo_to_dict
 
-from pgoutbox.worker.transactional.handler_session import HandlerSession
-from tests.support.outbox_actions import enqueue, settings_for
+from tests.support.outbox_actions import enqueue
 from tests.support.pooler import pooled
 from tests.support.roles import login
 from tests.support.waiting import wait_until
@@ -442,19 +441,6 @@ def test_a_refusal_at_the_end_does_not_cost_the_session(
     assert [outcome for outcome, _ in ends(db)] == ["retry", "retry", "retry", "failed"]
     sessions = re.findall(r"session ([0-9]+)", worker.log)
     assert (len(sessions), len(set(sessions))) == (4, 1)
-
-
-async def test_a_session_that_is_lost_in_its_clean_up_has_committed(dsn: str, db: psycopg.Connection) -> None:
-    db.execute("CREATE TABLE kept (number integer)")
-    db.execute(
-        "CREATE OR REPLACE FUNCTION pgoutbox._reset_session() RETURNS void LANGUAGE plpgsql AS"
-        " $$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(60); END $$"
-    )
-    session = await HandlerSession.open(settings_for(dsn))
-    await session.begin("test", seconds=60)
-    await session.commit(("INSERT INTO public.kept VALUES (1)", {}))
-    assert db.execute("SELECT number FROM kept").fetchall() == [(1,)]
-    assert not session.is_free
 
 
 def test_a_refused_commit_leaves_no_lock_behind_a_pooler(
