@@ -70,6 +70,7 @@ class FanoutOptions(TypedDict, total=False):
     headers: Mapping[str, str] | None
     max_attempts: int | None
     owner: str | None
+    fair_key: str | None
 
 
 class MessageOptions(FanoutOptions, total=False):
@@ -291,6 +292,7 @@ OPTIONS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "owner": check_owner,
     "coalesce_key": check_key,
     "ordering_key": check_key,
+    "fair_key": check_key,
     "dedupe_key": check_key,
     "on_duplicate": check_on_duplicate,
     "halts_key": check_flag,
@@ -326,6 +328,8 @@ def check_together(options: Mapping[str, Any]) -> None:
     """Refuse checked options that exclude or lack each other."""
     if "ordering_key" in options and "coalesce_key" in options:
         raise _not_both_keys()
+    if "fair_key" in options and "ordering_key" in options:
+        raise ArgumentError("fair_key", "give fair_key or ordering_key, not both: turns, or one order")
     for name, needed in _TOGETHER:
         if options.get(name, False) is not False and needed not in options:
             raise ArgumentError(name, f"only together with {needed}")

@@ -77,6 +77,7 @@ class Topic(Generic[P]):
     delay: Duration | None = None
     expires_after: Duration | None = None
     ordering_key: Callable[[P], str | None] | None = None
+    fair_key: Callable[[P], str | None] | None = None
     halts_key: bool | None = None
     max_delay: Duration | None = None
     owner: Callable[[P], str | None] | None = None

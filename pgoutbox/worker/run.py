@@ -41,6 +41,7 @@ from pgoutbox.worker.beside.maintenance import Maintenance
 from pgoutbox.worker.beside.presence import Presence
 from pgoutbox.worker.breakers.circuit_breakers import CircuitBreakers
 from pgoutbox.worker.executor import AttemptExecutor
+from pgoutbox.worker.fair.turns import FairLink
 from pgoutbox.worker.kernel_run import MANY_REFUSED, KernelAttempts, Link, kernel_of
 from pgoutbox.worker.leases import LeaseKeeper, LeaseThread
 from pgoutbox.worker.listener import new_doorbell
@@ -192,7 +193,7 @@ class WorkerRun:
         self.kernel = kernel_of(
             state,
             self._attempts,
-            self._link,
+            FairLink(self._link, state),
             hold_topics=self._hold_topics,
             handle_error=self._handle_error,
             bell=self.doorbell,

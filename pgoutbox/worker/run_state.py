@@ -54,6 +54,10 @@ class RunState:
     """A message has failed."""
     limited_queues: frozenset[str] = frozenset()
     """The queues that are paused or have limits, by the last answer. There an end may free a permit."""
+    fair_queues: frozenset[str] = frozenset()
+    """The queues that have had messages with a fair key."""
+    waiting_queues: frozenset[str] = frozenset()
+    """Those in which such messages wait for their turn. There an end may free one."""
     due_seconds: float | None = None
     """The seconds to the next due time, by the last answer."""
     polled_at: float = field(default_factory=elapsed_clock)
@@ -92,13 +96,17 @@ class RunState:
         self.kernel.wake()
 
     def note_ends(self) -> None:
-        """React to ends that the next trip writes. It claims too: each end may free a permit."""
-        for queue in self.limited_queues:
+        """React to ends that the next trip writes. It claims too: each end may free a permit or a turn."""
+        for queue in self.limited_queues | self.waiting_queues:
             self.kernel.want(queue)
 
     def read_due(self, rows: Sequence[Row]) -> float | None:
         """Return the seconds to the next due time, by an answer to next_due.sql."""
         due = [DueRow._make(row[:5]) for row in rows]
         self.limited_queues = frozenset(row.queue for row in due if row.permit_seconds is not None)
+        if news := {row[0] for row in rows if row[6]} - self.fair_queues:
+            self.fair_queues |= news
+            for queue in news:
+                self.kernel.want(queue)
         self.due_seconds = min((row.due_seconds for row in due if row.due_seconds is not None), default=None)
         return self.due_seconds

@@ -60,14 +60,14 @@ BEGIN
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, halts_key,
         available_at, expires_at, max_attempts, attempt_budget, headers, payload_version, content_id,
-        resend_of, failure_of
+        resend_of, failure_of, fair_key, lane
     )
     SELECT
         ids[d.ordinality], d.topic, d.payload, coalesce(d.queue, 'default'), d.destination, d.owner, d.coalesce_key,
         d.ordering_key, d.dedupe_key, coalesce(d.halts_key, false), due.at,
         coalesce(d.expires_at, due.at + d.expires_after), coalesce(d.max_attempts, 11),
         coalesce(d.max_attempts, 11), d.headers, coalesce(d.payload_version, 1), _enqueue.content_id, _enqueue.resend_of,
-        _enqueue.failure_of
+        _enqueue.failure_of, d.fair_key, CASE WHEN d.fair_key IS NULL THEN 0 ELSE 2 END
     FROM unnest(drafts) WITH ORDINALITY AS d
     CROSS JOIN LATERAL (
         SELECT greatest(

@@ -49,7 +49,7 @@ BEGIN
         AND octet_length(coalesce(options.dedupe_key, 'none')) BETWEEN 1 AND 512
         AND num_nonnulls(options.coalesce_key, options.ordering_key) < 2
         AND num_nonnulls(
-            options.queue, options.destination, options.owner, options.on_duplicate, options.halts_key,
+            options.queue, options.destination, options.owner, options.fair_key, options.on_duplicate, options.halts_key,
             options.available_at, options.delay, options.expires_at, options.expires_after, options.max_attempts,
             options.headers
         ) = 0
@@ -108,13 +108,14 @@ BEGIN
 
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, halts_key,
-        available_at, expires_at, max_attempts, attempt_budget, headers, payload_version
+        available_at, expires_at, max_attempts, attempt_budget, headers, payload_version, fair_key, lane
     )
     VALUES (
         new_id, topic, payload, coalesce(options.queue, 'default'), options.destination, options.owner,
         options.coalesce_key, options.ordering_key, options.dedupe_key, coalesce(options.halts_key, false),
         due_at, coalesce(options.expires_at, due_at + options.expires_after), coalesce(options.max_attempts, 11),
-        coalesce(options.max_attempts, 11), options.headers, coalesce(options.payload_version, 1)
+        coalesce(options.max_attempts, 11), options.headers, coalesce(options.payload_version, 1),
+        options.fair_key, CASE WHEN options.fair_key IS NULL THEN 0 ELSE 2 END
     );
     IF older_id IS NOT NULL AND options.coalesce_key IS NOT NULL THEN
         PERFORM pgoutbox._skip_superseded(ARRAY[older_id]);

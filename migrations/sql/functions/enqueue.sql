@@ -12,6 +12,7 @@ CREATE FUNCTION pgoutbox.enqueue(
     owner text DEFAULT NULL,
     coalesce_key text DEFAULT NULL,
     ordering_key text DEFAULT NULL,
+    fair_key text DEFAULT NULL,
     dedupe_key text DEFAULT NULL,
     on_duplicate text DEFAULT NULL,
     halts_key boolean DEFAULT NULL,
@@ -31,11 +32,11 @@ RETURN abs(pgoutbox._enqueue_receipt(
     topic,
     payload,
     CASE WHEN num_nonnulls(
-        queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key, available_at, delay,
-        max_delay, expires_at, expires_after, max_attempts, headers, payload_version
+        queue, destination, owner, coalesce_key, ordering_key, fair_key, dedupe_key, on_duplicate, halts_key,
+        available_at, delay, max_delay, expires_at, expires_after, max_attempts, headers, payload_version
     ) > 0 THEN ROW(
-        NULL, NULL, queue, destination, owner, coalesce_key, ordering_key, dedupe_key, on_duplicate, halts_key,
-        available_at, make_interval(secs => extract(epoch FROM delay)::float8),
+        NULL, NULL, queue, destination, owner, coalesce_key, ordering_key, fair_key, dedupe_key, on_duplicate,
+        halts_key, available_at, make_interval(secs => extract(epoch FROM delay)::float8),
         make_interval(secs => extract(epoch FROM max_delay)::float8), expires_at,
         make_interval(secs => extract(epoch FROM expires_after)::float8), max_attempts, nullif(headers, 'null'), payload_version
     )::pgoutbox.draft END,

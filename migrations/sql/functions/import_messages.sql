@@ -43,7 +43,7 @@ BEGIN
     SET state = CASE WHEN p.failed_at IS NULL THEN 'pending' ELSE 'failed' END,
         finished_at = p.failed_at,
         attempt_count = coalesce(p.attempt_count, 0),
-        lane = least(coalesce(p.attempt_count, 0), 1),
+        lane = CASE WHEN m.fair_key IS NULL THEN least(coalesce(p.attempt_count, 0), 1) ELSE 2 END,
         last_error = left(p.last_error, 4000)
     FROM unnest(receipts) WITH ORDINALITY AS r(receipt, ordinality)
     CROSS JOIN LATERAL jsonb_populate_record(

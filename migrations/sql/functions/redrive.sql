@@ -22,7 +22,7 @@ BEGIN
         SET state = 'pending',
             available_at = now(),
             finished_at = NULL,
-            lane = least(m.attempt_count, 1),
+            lane = CASE WHEN m.fair_key IS NULL THEN least(m.attempt_count, 1) ELSE 2 END,
             max_attempts = m.attempt_count + m.attempt_budget,
             -- The time in which nobody could read its payload begins again: its next refusal is an entry of its own.
             attempts = CASE

@@ -64,7 +64,7 @@ BEGIN
             ('{pgoutbox_producer, pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'revision'),
             ('{pgoutbox_producer, pgoutbox_operator}', 'EXECUTE ON FUNCTION', '_cancel_each'),
             ('{pgoutbox_worker}', 'EXECUTE ON FUNCTION',
-                'read_payloads, _permits, next_permit_at, _in_flight_of, _forget_sent, _require_completion, _complete,
+                'read_payloads, _permits, _give_turns, next_permit_at, _in_flight_of, _forget_sent, _require_completion, _complete,
                 _reset_session, _with_attempt, _enqueue_failure'),
             ('{pgoutbox_worker, pgoutbox_operator}', 'EXECUTE ON FUNCTION',
                 '_bucket_of, _prune_by_rule, _prune_dedupe_by_rule, _prune_keys, _prune_content, _prune_audit,

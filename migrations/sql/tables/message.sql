@@ -22,7 +22,8 @@ CREATE TABLE pgoutbox.message (
     max_attempts        integer     NOT NULL DEFAULT 11,
     -- Number of attempts that enqueue granted. Each redrive grants as many again.
     attempt_budget      integer     NOT NULL DEFAULT 11,
-    -- The lane of its next claim: 0 before the first attempt, 1 after it. A claim does not change it.
+    -- The lane of its next claim: 0 before the first attempt, 1 after it. A claim does not change it. In lane 2 a message
+    -- with a fair key waits for its turn: no claim reads it.
     lane                smallint    NOT NULL DEFAULT 0,
     payload_version     smallint    NOT NULL DEFAULT 1, -- The version of the payload: see `_handled_as`.
     state               text        NOT NULL DEFAULT 'pending', -- pending, sending, sent, failed, skipped or cancelled.
@@ -36,6 +37,8 @@ CREATE TABLE pgoutbox.message (
     dedupe_key          text COLLATE "C",
     -- Messages of one queue and ordering key are delivered one after the other, in order of ids.
     ordering_key        text COLLATE "C",
+    -- Messages of one queue take turns by this key, such as a tenant: see fair_share.
+    fair_key            text COLLATE "C",
     owner               text COLLATE "C", -- The person or thing of the application to which the message belongs.
     -- The coalesce or ordering key of a message in flight. Two of one key cannot be in flight.
     key_in_flight       text COLLATE "C",

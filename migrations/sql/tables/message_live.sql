@@ -10,7 +10,8 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
     CONSTRAINT message_live_sound CHECK (
         CASE state
             WHEN 'pending'
-                THEN key_in_flight IS NULL AND attempt_count < max_attempts AND lane = least(attempt_count, 1)
+                THEN key_in_flight IS NULL AND attempt_count < max_attempts
+                    AND (lane = least(attempt_count, 1) OR (lane = 2 AND fair_key IS NOT NULL))
             ELSE claimed_at IS NOT NULL AND worker IS NOT NULL AND attempt_count > 0
                 AND key_in_flight IS NOT DISTINCT FROM coalesce(coalesce_key, ordering_key)
         END
@@ -54,3 +55,10 @@ WHERE ordering_key IS NOT NULL AND available_at > '-infinity';
 
 CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, key_in_flight)
 WHERE key_in_flight IS NOT NULL AND ordering_key IS NOT NULL;
+
+-- Those that wait for their turn, and those that have got it: pending or in flight.
+CREATE INDEX message_live_waiting ON pgoutbox.message_live (queue, fair_key, available_at, id)
+WHERE fair_key IS NOT NULL AND lane = 2;
+
+CREATE INDEX message_live_admitted ON pgoutbox.message_live (queue, fair_key)
+WHERE fair_key IS NOT NULL AND lane < 2;

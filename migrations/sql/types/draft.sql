@@ -10,6 +10,7 @@ CREATE TYPE pgoutbox.draft AS (
     owner           text,
     coalesce_key    text,
     ordering_key    text,
+    fair_key        text,
     dedupe_key      text,
     on_duplicate    text,
     halts_key       boolean,
@@ -46,13 +47,17 @@ SELECT CASE
     WHEN draft.coalesce_key = '' THEN 'coalesce_key: must not be empty; pass NULL for no key'
     WHEN draft.dedupe_key = '' THEN 'dedupe_key: must not be empty; pass NULL for no key'
     WHEN draft.ordering_key = '' THEN 'ordering_key: must not be empty; pass NULL for no key'
+    WHEN draft.fair_key = '' THEN 'fair_key: must not be empty; pass NULL for no key'
     WHEN draft.owner = '' THEN 'owner: must not be empty; pass NULL for no owner'
     WHEN octet_length(draft.coalesce_key) > 512 THEN 'coalesce_key: must not be longer than 512 bytes'
     WHEN octet_length(draft.dedupe_key) > 512 THEN 'dedupe_key: must not be longer than 512 bytes'
     WHEN octet_length(draft.ordering_key) > 512 THEN 'ordering_key: must not be longer than 512 bytes'
+    WHEN octet_length(draft.fair_key) > 512 THEN 'fair_key: must not be longer than 512 bytes'
     WHEN octet_length(draft.owner) > 512 THEN 'owner: must not be longer than 512 bytes'
     WHEN draft.ordering_key IS NOT NULL AND draft.coalesce_key IS NOT NULL
         THEN 'ordering_key: must not be given together with coalesce_key'
+    WHEN draft.ordering_key IS NOT NULL AND draft.fair_key IS NOT NULL
+        THEN 'fair_key: must not be given together with ordering_key'
     WHEN draft.halts_key AND draft.ordering_key IS NULL
         THEN 'halts_key: must not be given without ordering_key'
     WHEN draft.max_delay IS NOT NULL AND draft.coalesce_key IS NULL

@@ -34,6 +34,7 @@ SELECT
     m.coalesce_key,
     m.dedupe_key,
     m.ordering_key,
+    m.fair_key,
     m.owner,
     m.halts_key,
     m.superseded_by,

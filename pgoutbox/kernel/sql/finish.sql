@@ -103,7 +103,7 @@ finished AS (
             ELSE m.available_at
         END,
         key_in_flight = NULL,
-        lane = 1,
+        lane = CASE WHEN m.fair_key IS NULL THEN 1 ELSE 2 END,
         finished_at = CASE WHEN h.state <> 'pending' THEN now() END,
         -- Snooze and release do not use up an attempt: they raise the limit, because the attempt count, the fence,
         -- never goes down.

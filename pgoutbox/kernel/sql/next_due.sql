@@ -41,7 +41,11 @@ SELECT
     CASE
         WHEN asked.probe_at IS NOT NULL AND asked.permit_at IS DISTINCT FROM 'infinity'
             THEN extract(epoch FROM greatest(asked.probe_at, asked.permit_at) - now())::float8
-    END
+    END,
+    -- Whether it has messages that wait for their turn.
+    EXISTS (
+        SELECT FROM pgoutbox.message_live AS w WHERE w.queue = asked.name AND w.lane = 2 AND w.ordering_key IS NULL OFFSET 0
+    )
 FROM (
     SELECT
         served.name,
@@ -84,6 +88,13 @@ CROSS JOIN LATERAL (
                             AND m.topic <> ALL (asked.paused_topics)
                         )
                     )
+            ),
+            (
+                -- Those that wait for their turn. If one has been due, the worker knows that it waits.
+                SELECT min(m.available_at)
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = asked.name AND m.lane = 2 AND m.state = 'pending' AND m.ordering_key IS NULL
+                    AND m.available_at > now() - make_interval(secs => %(since_seconds)s::float8)
             ),
             (
                 -- This includes messages behind others of their key: at worst one poll finds nothing.

@@ -1,0 +1,18 @@
+-- The shares of fair keys. The row of a queue without a key has the shares of its other keys, and where the last round ended.
+--
+-- A message with a fair key waits in lane 2 until it gets its turn: see _give_turns.
+CREATE TABLE pgoutbox.fair_share (
+    weight        integer, -- Messages of a turn. Null: that of the queue, or 1.
+    max_in_flight integer, -- Most messages that have their turn and have not ended. Null: that of the queue, or no limit.
+    queue         text COLLATE "C" NOT NULL,
+    fair_key      text COLLATE "C" NOT NULL DEFAULT '', -- The key; empty: all keys of the queue without a row.
+    after_key     text COLLATE "C" NOT NULL DEFAULT '', -- The key that had the last turn.
+    CONSTRAINT fair_share_pkey PRIMARY KEY (queue, fair_key),
+    CONSTRAINT fair_share_sound CHECK (
+        length(queue) <= 63
+        AND queue ~ '^[a-z][a-z0-9_.-]*$'
+        AND octet_length(fair_key) <= 512
+        AND weight BETWEEN 1 AND 1000
+        AND max_in_flight BETWEEN 0 AND 1000000
+    )
+);

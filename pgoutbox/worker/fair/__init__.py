@@ -1,0 +1,1 @@
+"""Fair shares: keys take turns in their queue."""
