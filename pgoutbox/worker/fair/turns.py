@@ -1,6 +1,6 @@
 """Turns of fair keys: before a claim, those messages that get their turn are made ready for it.
 
-A message with a fair key waits in a lane that no claim reads. The database gives the turns, so that keys and limits hold
+A message with a fair key waits in a lane that no claim reads. The database gives the turns, so that limits hold
 for all workers together. Queues without such messages pay nothing.
 """
 
