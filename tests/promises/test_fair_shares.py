@@ -34,13 +34,21 @@ def put(
     return [int(message_id) for (message_id,) in rows]
 
 
-def share(db: psycopg.Connection, key: str = "", *, weight: int | None = None, most: int | None = None) -> None:
+def share(
+    db: psycopg.Connection,
+    key: str = "",
+    *,
+    weight: int | None = None,
+    most: int | None = None,
+    rate: tuple[int, int] | tuple[None, None] = (None, None),
+) -> None:
     """Set the share of a key of the default queue; without a key, of all its keys."""
     db.execute(
-        "INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, max_in_flight) VALUES ('default', %s, %s, %s)"
-        " ON CONFLICT ON CONSTRAINT fair_share_pkey DO UPDATE"
-        " SET weight = excluded.weight, max_in_flight = excluded.max_in_flight",
-        [key, weight, most],
+        "INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, max_in_flight, rate_count, rate_seconds)"
+        " VALUES ('default', %s, %s, %s, %s, %s) ON CONFLICT ON CONSTRAINT fair_share_pkey DO UPDATE"
+        " SET weight = excluded.weight, max_in_flight = excluded.max_in_flight, rate_count = excluded.rate_count,"
+        " rate_seconds = excluded.rate_seconds",
+        [key, weight, most, *rate],
     )
 
 
@@ -376,3 +384,29 @@ async def test_limits_hold_while_workers_come_and_go(dsn: str, db: psycopg.Conne
         await until(is_done)
     assert states(db) == {"sent": 600}
     assert max(max(sample.values(), default=0) for sample in samples) == 2
+
+
+async def test_no_key_gets_turns_beyond_its_rate(dsn: str, db: psycopg.Connection) -> None:
+    outboxes = [Outbox(settings_for(dsn)) for _ in range(3)]
+    begun: list[tuple[str, float]] = []
+    for outbox in outboxes:
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            begun.append((message.headers["key"], asyncio.get_running_loop().time()))
+
+    share(db, rate=(100, 5))
+    share(db, "slow", rate=(1, 3600), weight=2)
+    put_named(db, "a", 30)
+    put_named(db, "b", 30)
+    put_named(db, "slow", 5)
+    async with AsyncExitStack() as stack:
+        for outbox in outboxes:
+            await stack.enter_async_context(running(Worker(outbox)))
+        await until(lambda: states(db) == {"sent": 62, "pending": 3})
+    for key in "ab":
+        times = [at for named, at in begun if named == key]
+        # One each 50 ms, whichever worker begins it; the first is a turn at once.
+        assert times[-1] - times[0] > 29 * 0.05 - 0.1
+    # Kept apart from the shares of operators.
+    assert db.execute("SELECT count(*) FROM pgoutbox.fair_share WHERE fair_key IN ('a', 'b')").fetchone() == (2,)

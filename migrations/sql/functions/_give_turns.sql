@@ -1,12 +1,13 @@
 -- Give waiting messages of a queue their turn, so that up to `total` of these topics are ready to be claimed. Returns how
--- many got it, and whether others that are due still wait.
+-- many got it, whether others that are due still wait, and the seconds until the rate of a key permits the next one.
 --
 -- The keys take turns in their order, from where the last round has ended. A key gets as many messages as its weight, but
--- no more than its limit in flight leaves. If all keys had theirs, the rest is shared in another round. Of many workers
+-- no more than its limit in flight and its rate leave. If all keys had theirs, the rest is shared in another round. Of many workers
 -- one does so at a time, and reads what the others have written, so no limit is exceeded. A round leaps from key to key
 -- along an index, whatever the number of their messages, and over 500 keys at most.
 CREATE FUNCTION pgoutbox._give_turns(
-    queue text, topics text[], total bigint, OUT admitted_count bigint, OUT is_waiting boolean
+    queue text, topics text[], total bigint,
+    OUT admitted_count bigint, OUT is_waiting boolean, OUT permit_seconds float8
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -15,6 +16,7 @@ SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off
 SET enable_hashjoin = off
 SET enable_mergejoin = off
+SET enable_bitmapscan = off
 SET jit = off
 AS $function$
 #variable_conflict use_column
@@ -81,18 +83,24 @@ BEGIN
             ) AS next
             WHERE v.number < key_limit AND next.key IS NOT NULL AND (NOT next.is_wrapped OR next.key <= place)
         ), share AS MATERIALIZED (
-            SELECT v.key, v.number, s.weight, s.max_in_flight
+            SELECT v.key, v.number, s.*
             FROM visited AS v
             CROSS JOIN LATERAL (
                 SELECT coalesce(own.weight, common.weight, 1) AS weight,
-                    coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight
+                    coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
+                    -- The time between two messages.
+                    CASE
+                        WHEN own.rate_count IS NOT NULL THEN own.rate_seconds * interval '1 s' / own.rate_count
+                        ELSE common.rate_seconds * interval '1 s' / common.rate_count
+                    END AS spacing,
+                    greatest(own.spent_at, now()) AS spent_at
                 FROM pgoutbox.fair_share AS common
                 LEFT JOIN pgoutbox.fair_share AS own ON own.queue = _give_turns.queue AND own.fair_key = v.key
                 WHERE common.queue = _give_turns.queue AND common.fair_key = ''
             ) AS s
             WHERE v.number > 0
         ), chosen AS MATERIALIZED (
-            SELECT one.place, one.id, s.key, s.number
+            SELECT one.place, one.id, s.key, s.number, s.spacing, s.spent_at
             FROM share AS s
             CROSS JOIN LATERAL (
                 SELECT m.ctid AS place, m.id
@@ -105,12 +113,14 @@ BEGIN
                 ORDER BY m.available_at, m.id
                 LIMIT greatest(0, least(
                     s.weight * turn,
+                    -- A turn at once, and then one after the other.
+                    floor(s.weight - extract(epoch FROM s.spent_at - now()) / extract(epoch FROM s.spacing)),
                     s.max_in_flight - CASE WHEN s.max_in_flight IS NOT NULL THEN (
                         SELECT count(*)
                         FROM pgoutbox.message_live AS a
                         WHERE a.queue = _give_turns.queue AND a.fair_key = s.key AND a.lane < 2
                     ) END
-                ))
+                ))::bigint
                 FOR UPDATE OF m SKIP LOCKED
             ) AS one
             LIMIT left_count
@@ -120,6 +130,14 @@ BEGIN
             FROM chosen AS c
             WHERE m.ctid = c.place AND m.id = c.id AND m.state = 'pending' AND m.lane = 2
             RETURNING m.id
+        ), spent AS (
+            INSERT INTO pgoutbox.fair_share AS f (queue, fair_key, spent_at)
+            SELECT _give_turns.queue, c.key, c.spent_at + count(*) * c.spacing
+            FROM chosen AS c
+            WHERE c.spacing IS NOT NULL
+            GROUP BY c.key, c.spent_at, c.spacing
+            ON CONFLICT ON CONSTRAINT fair_share_pkey DO UPDATE
+            SET spent_at = excluded.spent_at
         )
         SELECT
             (SELECT count(*) FROM admitted) AS count,
@@ -128,12 +146,16 @@ BEGIN
             CASE
                 WHEN count(*) >= left_count THEN (array_agg(c.key ORDER BY c.number DESC))[1]
                 ELSE (SELECT s.key FROM share AS s WHERE s.number = key_limit)
-            END AS end_key
+            END AS end_key,
+            CASE WHEN count(*) < left_count THEN (
+                SELECT min(s.spent_at - (s.weight - 1) * s.spacing) FROM share AS s
+            ) END AS permit_at
         INTO taken
         FROM chosen AS c;
         admitted_count := admitted_count + taken.count;
         left_count := left_count - taken.count;
         place := coalesce(taken.end_key, place);
+        permit_seconds := extract(epoch FROM taken.permit_at - now());
         EXIT WHEN taken.count = 0 OR taken.end_key IS NOT NULL;
         turn := 1 + left_count / taken.key_count;
     END LOOP;
@@ -142,7 +164,8 @@ BEGIN
         SET after_key = place
         WHERE s.queue = _give_turns.queue AND s.fair_key = '';
     END IF;
-    is_waiting := EXISTS (
+    -- The next claim asks again.
+    is_waiting := left_count <= 0 OR EXISTS (
         SELECT
         FROM pgoutbox.message_live AS m
         WHERE m.queue = _give_turns.queue AND m.lane = 2 AND m.state = 'pending' AND m.ordering_key IS NULL

@@ -2,8 +2,11 @@
 --
 -- A message with a fair key waits in lane 2 until it gets its turn: see _give_turns.
 CREATE TABLE pgoutbox.fair_share (
+    spent_at      timestamptz, -- When the rate of the key permits a whole turn again.
     weight        integer, -- Messages of a turn. Null: that of the queue, or 1.
     max_in_flight integer, -- Most messages that have their turn and have not ended. Null: that of the queue, or no limit.
+    rate_count    integer, -- Most messages that get their turn in `rate_seconds`, spread over them. Null: that of the queue.
+    rate_seconds  integer,
     queue         text COLLATE "C" NOT NULL,
     fair_key      text COLLATE "C" NOT NULL DEFAULT '', -- The key; empty: all keys of the queue without a row.
     after_key     text COLLATE "C" NOT NULL DEFAULT '', -- The key that had the last turn.
@@ -14,5 +17,8 @@ CREATE TABLE pgoutbox.fair_share (
         AND octet_length(fair_key) <= 512
         AND weight BETWEEN 1 AND 1000
         AND max_in_flight BETWEEN 0 AND 1000000
+        AND rate_count BETWEEN 1 AND 1000000
+        AND rate_seconds BETWEEN 1 AND 86400
+        AND (rate_count IS NULL) = (rate_seconds IS NULL)
     )
 );

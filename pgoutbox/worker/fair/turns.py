@@ -39,13 +39,15 @@ class FairLink:
 
     async def _give_turns(self, queues: Sequence[str], parameters: dict[str, object]) -> None:
         (rows,) = await self._run.store.claims.trip([(sql.GIVE_TURNS, {"queues": queues, **parameters})])
-        waiting = {queue for queue, _, is_waiting in rows if is_waiting}
+        waiting = {queue for queue, _, is_waiting, _ in rows if is_waiting}
         self._run.waiting_queues = self._run.waiting_queues.difference(queues) | waiting
         shortest, longest = _LOOK_SECONDS
-        is_vain = not any(count for _, count, _ in rows)
+        is_vain = not any(count for _, count, _, _ in rows)
+        permits = [seconds for _, _, _, seconds in rows if seconds is not None]
         self._pause_seconds = min(2 * self._pause_seconds, longest) if is_vain else shortest
         if waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._pause_seconds, self._look)
+            wait_seconds = max(0.0, min([self._pause_seconds, *permits]))
+            self._timer = asyncio.get_running_loop().call_later(wait_seconds, self._look)
 
     def _look(self) -> None:
         self._timer = None
