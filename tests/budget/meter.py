@@ -167,6 +167,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "drain": Kind(_filled(), (1000, 8000), {}),
     "drain, coalesce keys": Kind(_filled(coalesce_key="k"), (1000, 8000), {}),
     "drain, ordering keys": Kind(_filled(ordering_key="k"), (500, 2000), {}),
+    "drain, fair keys": Kind(_filled(fair_key="k"), (500, 4000), {}, share=1.1),
     "drain, many small claims": Kind(_filled(), (500, 4000), _FEW_SLOTS),
     "drain, a rate": Kind(_with_rate, (1000, 8000), {}),
     "drain, deleted as sent": Kind(_not_kept, (1000, 8000), {}, is_kept=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import pytest
 
@@ -352,8 +352,8 @@ async def test_a_key_behind_many_at_their_limit_gets_its_turn(dsn: str, db: psyc
         "SELECT pgoutbox.enqueue('greet', 'null', fair_key => 'k' || n) FROM generate_series(1, %s) AS n", [count]
     )
     put(db, "z", 3)
-    async with running(Worker(outbox)):
-        await until(lambda: begun == ["z", "z", "z"])
+    await Worker(outbox).run_once()
+    assert begun == ["z", "z", "z"]
     assert states(db) == {"sent": 3, "pending": count}
 
 
@@ -410,3 +410,24 @@ async def test_no_key_gets_turns_beyond_its_rate(dsn: str, db: psycopg.Connectio
         assert times[-1] - times[0] > 29 * 0.05 - 0.1
     # Kept apart from the shares of operators.
     assert db.execute("SELECT count(*) FROM pgoutbox.fair_share WHERE fair_key IN ('a', 'b')").fetchone() == (2,)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "SELECT pgoutbox.snooze(ARRAY[%(id)s::bigint], interval '1 h', reason => 'test')",
+        "SELECT pgoutbox.reschedule(ARRAY[%(id)s::bigint], now() + interval '1 h')",
+        "SELECT pgoutbox.edit(%(id)s, 'ada', available_at => now() + interval '1 h')",
+        'SELECT pgoutbox.correct(ARRAY[%(id)s::bigint], \'{"queue": "bulk"}\')',
+    ],
+    ids=["snooze", "reschedule", "edit", "correct"],
+)
+def test_an_act_on_a_message_that_has_its_turn_gives_it_back(db: psycopg.Connection, act: LiteralString) -> None:
+    share(db, most=1)
+    ids = [put(db, "a")[0], put(db, "a")[0]]
+    db.execute("UPDATE pgoutbox.message SET owner = 'ada'")
+    give = "SELECT admitted_count FROM pgoutbox._give_turns('default', '{greet}', 5)"
+    assert [db.execute(give).fetchone(), db.execute(give).fetchone()] == [(1,), (0,)]
+    db.execute(act, {"id": ids[0]})
+    assert db.execute(give).fetchone() == (1,)
+    assert db.execute("SELECT id FROM pgoutbox.message WHERE lane < 2").fetchall() == [(ids[1],)]

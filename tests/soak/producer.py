@@ -113,6 +113,7 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         steps.insert(0, "hang")
     if chance.random() < 0.1:
         delay = chance.choice([0.2, 1.0, 3.0])
+    queue = chance.choice(["default", "default", "bulk"])
     return NewMessage(
         topic,
         {
@@ -124,7 +125,8 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         coalesce_key=coalesce_key,
         dedupe_key=dedupe_key,
         delay=delay,
-        queue=chance.choice(["default", "default", "bulk"]),
+        queue=queue,
+        fair_key=f"tenant-{min(chance.randrange(4), chance.randrange(4))}" if queue == "bulk" else None,
         max_attempts=10_000,
         # Messages with a dedupe key are not cancelled: see `Nemesis.cancel`.
         owner=None if dedupe_key else f"person-{chance.randrange(OWNERS)}",

@@ -77,6 +77,30 @@ CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
 CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
     WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
 
+-- The turns of fair keys. The statement that gives them sees those that have begun and ended before.
+CREATE TABLE soak_turn (message_id bigint NOT NULL, present bigint NOT NULL, most integer);
+CREATE FUNCTION soak_turn() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+BEGIN
+    INSERT INTO public.soak_turn (message_id, present, most)
+    SELECT
+        NEW.id,
+        (
+            SELECT count(*) FROM pgoutbox.message_live AS m
+            WHERE m.queue = NEW.queue AND m.fair_key = NEW.fair_key AND m.lane < 2
+        ),
+        s.max_in_flight
+    FROM pgoutbox.fair_share AS s
+    WHERE s.queue = NEW.queue AND s.fair_key IN (NEW.fair_key, '')
+    ORDER BY s.fair_key DESC
+    LIMIT 1;
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_turn AFTER UPDATE OF lane ON pgoutbox.message_live FOR EACH ROW
+    WHEN (OLD.lane = 2 AND NEW.lane < 2) EXECUTE FUNCTION soak_turn();
+INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, max_in_flight)
+VALUES ('bulk', '', NULL, 6), ('bulk', 'tenant-1', 3, 2);
+
 CREATE FUNCTION soak_revived() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     INSERT INTO public.soak_flight (
@@ -342,6 +366,10 @@ def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> di
     return {
         "begun beyond the rate of its queue": beyond,
         "begun beyond the number in flight of its queue": [line.message_id for line in begun(lines) if line.is_crowded],
+        "given a turn beyond the number in flight of its key": [
+            message_id
+            for (message_id,) in connection.execute("SELECT t.message_id FROM soak_turn AS t WHERE present > most")
+        ],
         "begun in a queue or topic that was paused": [
             *(line.message_id for line in begun(lines) if line.is_paused and line.queue in limited),
             *(message_id for (message_id,) in connection.execute("SELECT t.message_id FROM soak_trespass AS t")),
@@ -377,9 +405,10 @@ def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
     opened = connection.execute("SELECT count(*) FROM soak_breaker WHERE what = 'opened'").fetchall()[0][0]
     webhooks = "SELECT count(*) FROM pgoutbox.message WHERE topic = 'soak.webhook' AND state = 'sent'"
     webhook_count = connection.execute(webhooks).fetchall()[0][0]
+    ((turn_count,),) = connection.execute("SELECT count(*) FROM soak_turn").fetchall()
     revived = sum(line.what == "revived" for line in lines)
     return (
         f"{counts['ordered']} ordered attempts ({halted} halted their key), {counts['rated']} under a rate, "
-        f"{counts['crowded']} under a number in flight, {webhook_count} webhooks, {gone} deleted as they were sent, "
-        f"{opened} breakers opened, {revived} leases renewed after their end"
+        f"{counts['crowded']} under a number in flight, {turn_count} turns of fair keys, {webhook_count} webhooks, "
+        f"{gone} deleted as they were sent, {opened} breakers opened, {revived} leases renewed after their end"
     )

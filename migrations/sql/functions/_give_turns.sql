@@ -1,5 +1,6 @@
 -- Give waiting messages of a queue their turn, so that up to `total` of these topics are ready to be claimed. Returns how
--- many got it, whether others that are due still wait, and the seconds until the rate of a key permits the next one.
+-- many got it, whether others that are due still wait, the last key that it has read if there
+-- are more, and the seconds until the rate of a key permits the next message.
 --
 -- The keys take turns in their order, from where the last round has ended. A key gets as many messages as its weight, but
 -- no more than its limit in flight and its rate leave. If all keys had theirs, the rest is shared in another round. Of many workers
@@ -7,7 +8,7 @@
 -- along an index, whatever the number of their messages, and over 500 keys at most.
 CREATE FUNCTION pgoutbox._give_turns(
     queue text, topics text[], total bigint,
-    OUT admitted_count bigint, OUT is_waiting boolean, OUT permit_seconds float8
+    OUT admitted_count bigint, OUT is_waiting boolean, OUT cut_at text, OUT permit_seconds float8
 )
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -155,6 +156,7 @@ BEGIN
         admitted_count := admitted_count + taken.count;
         left_count := left_count - taken.count;
         place := coalesce(taken.end_key, place);
+        cut_at := CASE WHEN left_count > 0 THEN taken.end_key END;
         permit_seconds := extract(epoch FROM taken.permit_at - now());
         EXIT WHEN taken.count = 0 OR taken.end_key IS NOT NULL;
         turn := 1 + left_count / taken.key_count;

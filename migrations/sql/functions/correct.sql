@@ -97,6 +97,7 @@ BEGIN
             destination = CASE WHEN changes ? 'destination' THEN changes ->> 'destination' ELSE m.destination END,
             owner = CASE WHEN changes ? 'owner' THEN changes ->> 'owner' ELSE m.owner END,
             queue = coalesce(changes ->> 'queue', m.queue),
+            lane = CASE WHEN m.fair_key IS NULL THEN m.lane ELSE 2 END,
             -- What was wrong is right now, so that the next attempt need not wait. A time that nobody has tried stays.
             available_at = CASE
                 WHEN m.attempt_count > 0 AND (is_content OR changes ? 'destination') THEN least(m.available_at, now())

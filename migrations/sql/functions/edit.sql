@@ -87,6 +87,7 @@ BEGIN
             headers = CASE
                 WHEN coalesce(edit.destination, m.destination) IS DISTINCT FROM m.destination THEN NULL ELSE m.headers
             END,
+            lane = CASE WHEN m.fair_key IS NULL THEN m.lane ELSE 2 END,
             available_at = CASE
                 WHEN edit.available_at IS NULL THEN m.available_at ELSE greatest(edit.available_at, now())
             END

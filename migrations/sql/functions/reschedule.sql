@@ -19,7 +19,8 @@ BEGIN
     chosen := pgoutbox._choose(ids, '{pending}', only_newest => true, due_at => due_at);
     WITH written AS (
         UPDATE pgoutbox.message_live AS m
-        SET available_at = due_at
+        SET available_at = due_at,
+            lane = CASE WHEN m.fair_key IS NULL THEN m.lane ELSE 2 END
         FROM unnest(chosen) AS c
         WHERE m.id = c.id AND c.result IS NULL AND m.state = 'pending'
         RETURNING m.id
