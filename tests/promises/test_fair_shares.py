@@ -408,8 +408,12 @@ async def test_no_key_gets_turns_beyond_its_rate(dsn: str, db: psycopg.Connectio
         times = [at for named, at in begun if named == key]
         # One each 50 ms, whichever worker begins it; the first is a turn at once.
         assert times[-1] - times[0] > 29 * 0.05 - 0.1
-    # Kept apart from the shares of operators.
-    assert db.execute("SELECT count(*) FROM pgoutbox.fair_share WHERE fair_key IN ('a', 'b')").fetchone() == (2,)
+    keys = "SELECT array_agg(fair_key ORDER BY fair_key) FROM pgoutbox.fair_share"
+    assert db.execute(keys).fetchone() == (["", "a", "b", "slow"],)
+    moment = "CASE fair_key WHEN 'b' THEN now() + interval '1 h' ELSE now() - interval '1 s' END"
+    db.execute(f"UPDATE pgoutbox.fair_share SET spent_at = {moment} WHERE fair_key <> ''".encode())
+    db.execute("SELECT pgoutbox._forget_requests()")
+    assert db.execute(keys).fetchone() == (["", "b", "slow"],)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
--- Delete the requests to cancel messages that have ended, and let later enqueues refuse the ids that are drawn until
--- now. A redrive deletes requests too, in another order: this waits for none of its locks.
+-- Delete the requests to cancel messages that have ended and the rates of fair keys that rest, and let later enqueues
+-- refuse the ids that are drawn until now. A redrive deletes requests too, in another order: this waits for none of its locks.
 CREATE FUNCTION pgoutbox._forget_requests()
 RETURNS void
 LANGUAGE sql
@@ -15,6 +15,8 @@ WHERE c.ctid = ANY (ARRAY(
     )
     FOR UPDATE OF r SKIP LOCKED
 ));
+DELETE FROM pgoutbox.fair_share AS s
+WHERE s.fair_key <> '' AND s.spent_at <= now() AND num_nonnulls(s.weight, s.max_in_flight, s.rate_count) = 0;
 UPDATE pgoutbox.id_floor AS f
 SET newest_id = greatest(f.newest_id, (SELECT s.last_value FROM pgoutbox.message_id_seq AS s WHERE s.is_called))
 $function$;
