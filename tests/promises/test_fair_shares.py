@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
+GIVE = "SELECT admitted_count FROM pgoutbox._give_turns('default', '{greet}', 5)"
 IN_FLIGHT = "SELECT fair_key, count(*) FROM pgoutbox.message WHERE state = 'sending' GROUP BY fair_key"
 
 
@@ -306,7 +307,7 @@ async def test_the_turn_of_a_killed_worker_is_not_lost(dsn: str, db: psycopg.Con
     assert begun == ["a", "a"]
 
 
-async def test_a_lapsed_attempt_waits_for_another_turn(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_lapsed_attempt_keeps_its_turn(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     begun = noting(outbox, db)
     share(db, most=1)
@@ -430,8 +431,29 @@ def test_an_act_on_a_message_that_has_its_turn_gives_it_back(db: psycopg.Connect
     share(db, most=1)
     ids = [put(db, "a")[0], put(db, "a")[0]]
     db.execute("UPDATE pgoutbox.message SET owner = 'ada'")
-    give = "SELECT admitted_count FROM pgoutbox._give_turns('default', '{greet}', 5)"
-    assert [db.execute(give).fetchone(), db.execute(give).fetchone()] == [(1,), (0,)]
+    assert [db.execute(GIVE).fetchone(), db.execute(GIVE).fetchone()] == [(1,), (0,)]
     db.execute(act, {"id": ids[0]})
-    assert db.execute(give).fetchone() == (1,)
+    assert db.execute(GIVE).fetchone() == (1,)
     assert db.execute("SELECT id FROM pgoutbox.message WHERE lane < 2").fetchall() == [(ids[1],)]
+
+
+def test_no_more_messages_get_their_turn_than_a_worker_has_room_for(db: psycopg.Connection) -> None:
+    put(db, "a", 10)
+    assert [db.execute(GIVE).fetchone(), db.execute(GIVE).fetchone()] == [(5,), (0,)]
+    claim(db, total=2)
+    assert db.execute(GIVE).fetchone() == (2,)
+
+
+def test_a_message_that_is_not_due_takes_no_turn(db: psycopg.Connection) -> None:
+    share(db, most=1)
+    db.execute("SELECT pgoutbox.enqueue('greet', 'null', fair_key => 'a', delay => '1 h')")
+    (due,) = put(db, "a")
+    assert db.execute(GIVE).fetchone() == (1,)
+    assert db.execute("SELECT id FROM pgoutbox.message WHERE lane < 2").fetchall() == [(due,)]
+
+
+def test_the_time_of_the_next_turn_under_a_rate_is_told(db: psycopg.Connection) -> None:
+    share(db, rate=(1, 3600), weight=2)
+    put(db, "a", 5)
+    give = GIVE.replace("admitted_count", "admitted_count, is_waiting, permit_seconds > 3590")
+    assert [db.execute(give).fetchone(), db.execute(give).fetchone()] == [(2, True, True), (0, True, True)]

@@ -6,6 +6,9 @@ A lapsed attempt is claimable, too, because it has to be ended.
 A look with traffic is one before which a message of the same lane began that had become due later. A message is passed
 over if it was claimable at every look, `PATIENCE_SECONDS` of them with traffic. So outages, suspended workers and
 backlogs need no exception: in their time, later messages do not begin either.
+
+Messages with a fair key take turns, so the first one of a key is compared with all of its queue, and the others with
+those of their key.
 """
 
 from __future__ import annotations
@@ -53,14 +56,15 @@ $function$
 _CLAIMABLE: Final[LiteralString] = """
 SELECT
     w.id, w.attempt_count, w.available_at AS since, w.queue, m.ordering_key IS NOT NULL AS is_ordered,
+    m.fair_key, row_number() OVER (PARTITION BY w.queue, m.fair_key ORDER BY w.available_at, w.id) = 1 AS is_first,
     statement_timestamp() AS at
 FROM pgoutbox.waiting_view AS w
 JOIN pgoutbox.message AS m ON m.id = w.id
-WHERE w.reason IN ('due', 'no worker', 'no handler')
+WHERE w.reason IN ('due', 'turn', 'no worker', 'no handler')
     AND m.state = 'pending'
     AND (m.xmax = '0'::xid OR NOT soak_is_locked(m.xmax))
 UNION ALL
-SELECT v.id, v.attempt_count, v.lease_expires_at, v.queue, NULL, v.lease_expires_at
+SELECT v.id, v.attempt_count, v.lease_expires_at, v.queue, NULL, NULL, true, v.lease_expires_at
 FROM pgoutbox.in_flight_view AS v
 JOIN pgoutbox.message AS m ON m.id = v.id
 WHERE v.lease_expires_at <= statement_timestamp()
@@ -69,14 +73,21 @@ WHERE v.lease_expires_at <= statement_timestamp()
 """
 # A message that waits for its next attempt has the due time of that attempt.
 _BEGUN: Final[LiteralString] = """
-SELECT m.queue, m.ordering_key IS NOT NULL, m.attempt_count > 1, max(m.available_at)
+SELECT m.queue, m.ordering_key IS NOT NULL, m.attempt_count > 1, m.fair_key, max(m.available_at)
 FROM pgoutbox.message_view AS m
 WHERE m.claimed_at >= m.available_at AND m.claimed_at > %s
-GROUP BY 1, 2, 3
+GROUP BY 1, 2, 3, 4
 """
 
 
 _NOTE: Final = "INSERT INTO soak_passed_over (message_id, queue, since) VALUES (%s, %s, %s)"
+
+
+class _Kind(NamedTuple):
+    queue: str
+    is_ordered: bool
+    has_failed: bool
+    fair_key: str | None
 
 
 class _Claimable(NamedTuple):
@@ -86,6 +97,9 @@ class _Claimable(NamedTuple):
     queue: str
     is_ordered: bool | None
     """None for a lapsed attempt."""
+    fair_key: str | None
+    is_first: bool
+    """Whether it is the first one of its fair key."""
     at: datetime
 
     @property
@@ -93,14 +107,17 @@ class _Claimable(NamedTuple):
         """Return what identifies its wait: a message that is rescheduled waits anew."""
         return self[:3]
 
-    def was_passed(self, since: datetime, begun: Mapping[tuple[str, bool, bool], datetime]) -> bool:
+    def was_passed(self, since: datetime, begun: Mapping[_Kind, datetime]) -> bool:
         """Return whether a message of its lane began that fell due later; of its queue for a lapsed attempt."""
-        kind = self.is_ordered, self.attempt_count > 0
-        return any(
-            at > since
-            for (queue, *lane), at in begun.items()
-            if queue == self.queue and (self.is_ordered is None or (*lane,) == kind)
-        )
+
+        def is_compared(kind: _Kind) -> bool:
+            if kind.queue != self.queue or self.is_ordered is None:
+                return kind.queue == self.queue
+            if self.fair_key is not None:
+                return kind.fair_key == self.fair_key or (self.is_first and kind.fair_key is not None)
+            return kind[1:] == (self.is_ordered, self.attempt_count > 0, None)
+
+        return any(at > since for kind, at in begun.items() if is_compared(kind))
 
 
 def install_liveness(connection: psycopg.Connection) -> None:
@@ -133,7 +150,7 @@ class Onlooker:
         ((now,),) = connection.execute("SELECT statement_timestamp()").fetchall()
         if self._looked_at is None or (now - self._looked_at).total_seconds() > _GAP_SECONDS:
             self._waits, self._looked_at = {}, now
-        begun = {(queue, *kind): due_at for (queue, *kind, due_at) in connection.execute(_BEGUN, [self._looked_at])}
+        begun = {_Kind(*kind): due_at for (*kind, due_at) in connection.execute(_BEGUN, [self._looked_at])}
         self._looked_at = now
         rows = connection.cursor(row_factory=class_row(_Claimable)).execute(_CLAIMABLE).fetchall()
         self._waits = {row.wait: self._waits.get(row.wait, _Wait(row.at)) for row in rows}

@@ -99,7 +99,7 @@ $function$;
 CREATE TRIGGER soak_turn AFTER UPDATE OF lane ON pgoutbox.message_live FOR EACH ROW
     WHEN (OLD.lane = 2 AND NEW.lane < 2) EXECUTE FUNCTION soak_turn();
 INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, max_in_flight)
-VALUES ('bulk', '', NULL, 6), ('bulk', 'tenant-1', 3, 2);
+VALUES ('bulk', '', NULL, 20), ('bulk', 'tenant-1', 3, 8);
 
 CREATE FUNCTION soak_revived() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN

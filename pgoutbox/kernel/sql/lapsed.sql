@@ -103,7 +103,7 @@ WITH judged AS MATERIALIZED (
         claimed_at = CASE WHEN j.state = 'sending' THEN (SELECT c.claimed_at FROM claim AS c) ELSE m.claimed_at END,
         worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
         key_in_flight = CASE WHEN j.state = 'sending' THEN m.key_in_flight END,
-        lane = CASE WHEN m.fair_key IS NULL OR j.state = 'sending' THEN 1 ELSE 2 END,
+        lane = 1,
         available_at = CASE
             WHEN j.state = 'pending' THEN now() + make_interval(secs => %(distance_seconds)s::float8 * (j.number - 1))
             ELSE m.available_at
