@@ -58,6 +58,8 @@ from pgoutbox.operations.records import (
     EraseResult,
     Erasure,
     FailureGroup,
+    FairKey,
+    FairKeys,
     Home,
     JsonText,
     ListedMessage,
@@ -86,6 +88,8 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_topics, parse_target
 
 BATCH_SIZE: Final = 500
+FAIR_COUNTS: Final = {"keys": 50_000, "cap": 10_000}
+"""The most fair keys of a queue that are read, and the most messages of each that are counted."""
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
 _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
@@ -685,6 +689,30 @@ class Operator:
     def limit_in_flight(self, queue: str, max_in_flight: int | None) -> None:
         """Limit the number of attempts of a queue in flight, in all workers together; None removes the limit."""
         self._act(sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
+
+    def list_fair_keys(self, queue: str, *, prefix: str = "", limit: int = 100) -> FairKeys:
+        """Return up to `limit` fair keys of a queue that begin with `prefix`, those that wait longest first.
+
+        They have messages or a share of their own. A key that is the whole prefix comes before all others.
+        """
+        rows = self._fetch(sql.LIST_FAIR_KEYS, {"queue": queue, "prefix": prefix, "limit": limit, **FAIR_COUNTS})
+        return FairKeys([FairKey._make(row[:-1]) for row in rows], rows[0][-1] if rows else 0)
+
+    def set_fair_share(
+        self, queue: str, fair_key: str | None = None, *, weight: int | None = None, max_in_flight: int | None = None
+    ) -> bool:
+        """Set how many messages of a fair key get each turn, and how many may be in flight, in all workers together.
+
+        None leaves a value as it is. Without both, the key gets the share of its queue again. Without a key, this is
+        the share of all keys of the queue that have no own one. The weight is from 1 to 1,000. The limit is from 0 to
+        1,000,000: 0 pauses the key, and messages that already have their turn continue. Returns False if nothing
+        changes. Raises `ArgumentError`.
+
+            operator.set_fair_share("mail", "acme", max_in_flight=0)
+        """
+        share = {"queue": queue, "fair_key": fair_key, "weight": weight, "max_in_flight": max_in_flight}
+        ((has_changed,),) = self._act(sql.SET_FAIR_SHARE, share)
+        return bool(has_changed)
 
     def list_open_breakers(self) -> list[OpenBreaker]:
         """Return the open circuit breakers, at most the oldest 20. Their errors are not redacted."""

@@ -186,6 +186,33 @@ class Suppression(NamedTuple):
     created_at: datetime
 
 
+class FairKey(NamedTuple):
+    """A fair key of a queue, with the share that holds for it: its own one, or that of its queue.
+
+    `due` messages wait for their turn, those `in_flight` have it and have not ended. Each number stops at 10,000.
+    """
+
+    key: str
+    due: int
+    in_flight: int
+    oldest_due_at: datetime | None
+    oldest_due_seconds: float | None
+    weight: int
+    max_in_flight: int | None
+
+    @property
+    def limit(self) -> str:
+        """The limit in flight in words."""
+        return {None: "none", 0: "paused"}.get(self.max_in_flight, f"{self.max_in_flight:,}")
+
+
+class FairKeys(NamedTuple):
+    """Some fair keys of a queue, and the number of all of them, among the first 50,000 in order of their names."""
+
+    keys: list[FairKey]
+    key_count: int
+
+
 class ClosedBreaker(NamedTuple):
     """The result of a close: whether the breaker was open, and how many postponed messages are due now."""
 

@@ -64,8 +64,8 @@ BEGIN
             ('{pgoutbox_producer, pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'revision'),
             ('{pgoutbox_producer, pgoutbox_operator}', 'EXECUTE ON FUNCTION', '_cancel_each'),
             ('{pgoutbox_worker}', 'EXECUTE ON FUNCTION',
-                'read_payloads, _permits, _give_turns, next_permit_at, _in_flight_of, _forget_sent, _require_completion, _complete,
-                _reset_session, _with_attempt, _enqueue_failure'),
+                'read_payloads, _permits, _give_turns, next_permit_at, _in_flight_of, _forget_sent, _require_completion,
+                _complete, _reset_session, _with_attempt, _enqueue_failure'),
             ('{pgoutbox_worker, pgoutbox_operator}', 'EXECUTE ON FUNCTION',
                 '_bucket_of, _prune_by_rule, _prune_dedupe_by_rule, _prune_keys, _prune_content, _prune_audit,
                 _forget_requests, _kept_until, make_partition, _drop_partition'),
@@ -73,8 +73,8 @@ BEGIN
                 '_here, _tokens_of, _hold_of, _handled_as, _redacted_text, _cause_of, _error_group, failures'),
             ('{pgoutbox_operator, pgoutbox_viewer}', 'EXECUTE ON FUNCTION', '_redacted_json, _done_estimate'),
             ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION',
-                'announce_act, close_breaker, set_redirect, clear_redirect, pause_topic, resume_topic, adopt, erase, _erase,
-                _selected_messages, prune, _prune_dedupe, set_retention, unset_retention'),
+                'announce_act, close_breaker, set_redirect, clear_redirect, pause_topic, resume_topic, set_fair_share, adopt,
+                erase, _erase, _selected_messages, prune, _prune_dedupe, set_retention, unset_retention'),
             -- The acts on messages.
             ('{pgoutbox_operator}', 'EXECUTE ON FUNCTION', (
                 SELECT string_agg(p.proname, ', ')
@@ -84,7 +84,8 @@ BEGIN
             )),
             ('{pgoutbox_worker, pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON',
                 'message_view, queue_view, breaker_view, retention_view, pulse_view, redirect_view, blackout_view,
-                in_flight_view, worker_view, worker_event_view, home_view, topic_pause_view, schedule_view'),
+                in_flight_view, worker_view, worker_event_view, home_view, topic_pause_view, schedule_view,
+                fair_share_view'),
             ('{pgoutbox_operator, pgoutbox_viewer}', 'SELECT ON', 'attempt_view, waiting_view'),
             ('{pgoutbox_worker, pgoutbox_operator}', 'SELECT ON', 'queue, retention'),
             ('{pgoutbox_operator}', 'SELECT ON', 'audit'),

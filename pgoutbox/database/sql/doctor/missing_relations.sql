@@ -3,7 +3,7 @@ SELECT needed.name
 FROM unnest(
     ARRAY[
         'attempt_view', 'audit', 'blackout', 'blackout_view', 'breaker', 'breaker_view',
-        'cancel_request', 'claim', 'content', 'dedupe', 'home', 'home_view', 'key_head',
+        'cancel_request', 'claim', 'content', 'dedupe', 'fair_share', 'fair_share_view', 'home', 'home_view', 'key_head',
         'id_floor', 'in_flight_view', 'maintenance_run',
         'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
         'message_live', 'message_view', 'pulse_view', 'queue', 'queue_view', 'rate_claim', 'redirect',
