@@ -13,6 +13,7 @@ from pgoutbox.cli import (  # noqa: F401 - each registers its commands
     messages,
     schedules,
     schema,
+    shares,
     suppressions,
     watch,
     worker,

@@ -58,7 +58,9 @@ _STATE_COLOURS: Final = {
     "cancelled": "bright_black",
 }
 # On a terminal, the texts in these columns are broken between words; a cell of any other column stays whole.
-_TEXTS: Final = frozenset({"cause", "destination", "error", "fix", "queues", "reason", "statement", "topics", "what"})
+_TEXTS: Final = frozenset(
+    {"cause", "destination", "error", "fix", "key", "queues", "reason", "statement", "topics", "what"}
+)
 _TEXT_WIDTH: Final = 20
 # The columns that a narrow terminal leaves out, in this order. --json has them all.
 _SPARE: Final = (

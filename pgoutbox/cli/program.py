@@ -21,9 +21,9 @@ from pgoutbox.operations.acts import ACTS
 TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Set up and run": ("demo", "migrate", "worker", "web", "doctor", "version"),
     "Enqueue": ("topics", "enqueue", "send"),
-    "Look": ("list", "show", "failures", "stats", "top", "tail", "workers", "queues", "audit"),
+    "Look": ("list", "show", "failures", "stats", "top", "tail", "workers", "queues", "keys", "audit"),
     "Act on messages": tuple(ACTS),
-    "Control delivery": ("pause", "resume", "limit", "schedule", "suppression", "breaker", "redirect", "adopt"),
+    "Control delivery": ("pause", "resume", "limit", "share", "schedule", "suppression", "breaker", "redirect", "adopt"),
     "Keep, delete and hand out": ("retention", "prune", "export", "erase", "mentions"),
 }
 _ORDER: Final = [name for names in TASKS.values() for name in names]
