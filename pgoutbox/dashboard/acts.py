@@ -109,6 +109,18 @@ async def limit_in_flight(request: Request) -> Response:
     return _to(request, "queues", {"queue": queue, "done": "limited"})
 
 
+@_form("/queues/{queue}/share")
+async def share(request: Request) -> Response:
+    """Set the share of a fair key, or that of all keys of a queue without an own one."""
+    queue, form = inputs.name_of(request, "queue"), await inputs.read_form(request)
+    key, weight, most = inputs.share_of(form)
+    changed = await _act(
+        request, lambda operator: operator.set_fair_share(queue, key, weight=weight, max_in_flight=most)
+    )
+    done = query(start=key, done="share-changed" if changed else "share-unchanged")
+    return RedirectResponse(link(request, "keys", queue=queue) + done, status_code=303)
+
+
 @_form("/redirect")
 async def set_redirect(request: Request) -> Response:
     """Redirect e-mail of all workers, for some time or without end."""

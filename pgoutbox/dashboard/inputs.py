@@ -231,3 +231,17 @@ def rate_of(form: Given) -> tuple[Rate | None, int | None]:
             raise ArgumentError("burst", "give a rate too")
         return None, None
     return Rate(count, PERIODS[period]), burst
+
+
+def share_of(form: Given) -> tuple[str | None, int | None, int | None]:
+    """Return a fair key, its weight and its limit in flight. The form has buttons to pause it and to reset both."""
+    key = form.get("key") or None
+    check_storable("key", key or "")
+    do = choice_of(form, "do", ("set", "pause", "reset"))
+    if do == "reset":
+        return key, None, None
+    weight = number_of(form, "weight", at_most=1_000)
+    most = 0 if do == "pause" else number_of(form, "in_flight", at_least=0, at_most=1_000_000)
+    if weight is None and most is None:
+        raise ArgumentError("weight", "give a weight or a limit in flight")
+    return key, weight, most

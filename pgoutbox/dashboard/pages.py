@@ -22,6 +22,7 @@ from pgoutbox.doctor import verdict
 from pgoutbox.message import State
 from pgoutbox.operations import Action, Operator
 from pgoutbox.operations.acts import ACTS
+from pgoutbox.operations.operator import FAIR_COUNTS
 from pgoutbox.options import check_name
 from pgoutbox.redaction import redact_text
 
@@ -204,10 +205,24 @@ def _queue(request: Request) -> Load:
             "problems": dashboard.findings_about(connection, "queue", name),
             "q": found,
             "is_unused": not reads.is_used(connection, found),
+            "has_fair_keys": reads.has_fair_keys(connection, name),
             "depth": charts.depth(asked, now, known),
         }
 
     return load
+
+
+@_page("/queues/{queue}/keys")
+def keys(request: Request) -> Load:
+    """Show the fair keys of a queue that wait longest, or those that begin with a text."""
+    queue = inputs.name_of(request, "queue")
+    start = inputs.text_of(request.query_params, "start", at_most=512) or ""
+    return lambda connection: {
+        "asked": queue,
+        "start": start,
+        "found": Operator(connection).list_fair_keys(queue, prefix=start, limit=reads.PAGE_ROWS),
+        "most_keys": FAIR_COUNTS["keys"],
+    }
 
 
 @_page("/workers")

@@ -170,6 +170,12 @@ def rates(connection: Connection, by: Literal["queue", "topic"], names: Sequence
         return {row["name"]: row for row in rows(connection, sql.ENDED_RATES, parameters)}
 
 
+def has_fair_keys(connection: Connection, queue: str) -> bool:
+    """Whether a queue has messages with a fair key, or a share of one."""
+    first = {"queue": queue, "prefix": "", "limit": 1, "keys": 1, "cap": 1}
+    return connection.execute(sql.LIST_FAIR_KEYS, first).fetchone() is not None
+
+
 def running_workers(connection: Connection) -> list[Row]:
     """Return the workers that run or hold leases, and the last run, by name."""
     return rows(connection, sql.RUNNING_WORKERS, {"cap": CAP})
