@@ -25,6 +25,7 @@ from pgoutbox.doctor.findings import (
 from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
+from pgoutbox.operations.operator import FAIR_COUNTS
 from pgoutbox.redaction import redact_text
 from pgoutbox.text import Count, one_line, pluralize
 from pgoutbox.topics import ALERT_TOPIC
@@ -35,6 +36,7 @@ from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_par
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50
+_LATE_KEYS = 1_000
 # The late queues with such a cause are one finding.
 _SHARED = ("due-without-worker", "due-behind-breaker")
 _START_WORKERS = (
@@ -545,6 +547,35 @@ def check_receivers(context: DoctorContext) -> Iterator[Finding]:
             queue=row["queue"],
         )
     yield ok("receivers-answer", f"no message has waited for a slow receiver for more than {duration(seconds)}")
+
+
+def check_shares(context: DoctorContext) -> Iterator[Finding]:
+    """Find queues with fair keys that are paused or at their limit, and have waited for their turn for long."""
+    seconds = context.limits.late_seconds
+    for limited in context.ask(sql.LIMITED_SHARES, {"queues": _LATE_QUEUES}):
+        queue = limited["queue"]
+        rows = context.ask(sql.LIST_FAIR_KEYS, {"queue": queue, "prefix": "", "limit": _LATE_KEYS, **FAIR_COUNTS})
+        late = [
+            row
+            for row in rows
+            if (row["oldest_due_seconds"] or 0) > seconds
+            and row["max_in_flight"] is not None
+            and row["in_flight"] >= row["max_in_flight"]
+        ]
+        for code, state, is_paused in (("keys-paused", "paused", True), ("keys-limited", "at their limit", False)):
+            if few := [row for row in late if (row["max_in_flight"] == 0) is is_paused]:
+                first = few[0]["key"]
+                yield warning(
+                    code,
+                    f"queue {queue}: {pluralize(len(few), 'fair key')} {state}, the oldest message due for "
+                    f"{duration(few[0]['oldest_due_seconds'])}: {join_names(one_line(row['key']) for row in few)}",
+                    "their messages wait for a turn" if is_paused else "they get a turn only if one of theirs ends",
+                    f"give it the share of its queue: pgoutbox share {queue} {shlex.quote(first)} --reset; or a limit: "
+                    f"pgoutbox share {queue} {shlex.quote(first)} --max-in-flight N; all keys: pgoutbox keys {queue}",
+                    messages=Count(sum(row["due"] for row in few), "at least"),
+                    queue=queue,
+                )
+    yield ok("shares-in-order", f"no fair key at its limit has had a message due for more than {duration(seconds)}")
 
 
 def _repair(breaker: str) -> str:

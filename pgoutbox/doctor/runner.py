@@ -50,6 +50,7 @@ _SCHEMA_CHECKS: Final[Mapping[str, Check]] = {
     "undelivered": delivery.check_undelivered,
     "breakers": delivery.check_breakers,
     "receivers": delivery.check_receivers,
+    "shares": delivery.check_shares,
     "schedules": delivery.check_schedules,
     "unsubscribe": delivery.check_unsubscribe,
     "redirect": delivery.check_redirect,
