@@ -380,7 +380,8 @@ def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
         ("mail.registration",),
         ("mail.reminder",),
         ("mail.reminder",),
-    ]  # The last is a duplicate.
+        ("mail.order",),
+    ]  # A duplicate of the reminder is not enqueued.
 
 
 CAP: Final = 1_000

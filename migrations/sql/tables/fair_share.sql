@@ -6,8 +6,8 @@ CREATE TABLE pgoutbox.fair_share (
     weight        integer, -- Messages of a turn. Null: that of the queue, or 1.
     max_in_flight integer, -- Most messages that have their turn and have not ended. Null: that of the queue, or no limit.
     rate_count    integer, -- Most messages that get their turn in `rate_seconds`, spread over them. Null: that of the queue.
-    rate_seconds  integer,
-    queue         text COLLATE "C" NOT NULL,
+    rate_seconds  integer, -- See `rate_count`.
+    queue         text COLLATE "C" NOT NULL, -- The queue of the messages.
     fair_key      text COLLATE "C" NOT NULL DEFAULT '', -- The key; empty: all keys of the queue without a row.
     after_key     text COLLATE "C" NOT NULL DEFAULT '', -- The key that had the last turn.
     CONSTRAINT fair_share_pkey PRIMARY KEY (queue, fair_key),
