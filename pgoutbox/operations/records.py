@@ -203,7 +203,9 @@ class FairKey(NamedTuple):
     @property
     def limit(self) -> str:
         """The limit in flight in words."""
-        return {None: "none", 0: "paused"}.get(self.max_in_flight, f"{self.max_in_flight:,}")
+        if self.max_in_flight is None:
+            return "none"
+        return f"{self.max_in_flight:,}" if self.max_in_flight else "paused"
 
 
 class FairKeys(NamedTuple):

@@ -37,7 +37,7 @@ from pgoutbox.settings import SECRET_VARIABLES, load_settings, secret_values
 from tests.support.command_line import Done, run_on_terminal, run_process
 from tests.support.foreground import in_foreground
 from tests.support.messages import ADD_ATTEMPT, put
-from tests.support.outbox_actions import state_of
+from tests.support.outbox_actions import enqueue, state_of
 from tests.support.revisions import FIRST, add_revision
 from tests.support.roles import login, with_another_name
 
@@ -1476,6 +1476,67 @@ class TestDeciding:
         assert done.exit_code == 2
         assert problem in done.err
         assert cli("queues", "--json").json == []
+
+    def test_shares_are_set_shown_and_reset(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        assert cli("keys", "default").out == "queue default: no fair keys\n"
+        enqueue(database, fair_key="acme")
+        enqueue(database, fair_key="big")
+        database.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE fair_key = 'acme'")
+        head = "key\tdue\tin_flight\toldest_due\tweight\tlimit\n"
+        assert cli("share", "default", "acme", "--pause").out == f"{head}acme\t1\t0\t60 min\t1\tpaused\n"
+        assert cli("share", "default", "--weight", "3", "--max-in-flight", "2000").out == (
+            "queue default, keys without an own share: changed\n"
+        )
+        assert cli("keys", "default").out == (f"{head}acme\t1\t0\t60 min\t3\tpaused\nbig\t1\t0\t0 s\t3\t2,000\n")
+        few = cli("keys", "default", "--limit", "1")
+        assert few.err == "and 1 more key, which wait for less time: see --limit, or give a START\n"
+        done = cli("share", "default", "acme", "--reset", "--json").json
+        assert (done["changed"], done["keys"][0]["max_in_flight"]) == (True, 2000)
+        found = cli("keys", "default", "b", "--json").json
+        assert ([one["key"] for one in found["keys"]], found["key_count"]) == (["big"], 1)
+        assert cli("share", "default", "--reset").exit_code == 0
+        assert cli("share", "default", "--reset").out == "queue default, keys without an own share: unchanged\n"
+
+    def test_a_share_of_an_unknown_key_warns(self, cli: Callable[..., Done]) -> None:
+        done = cli("share", "mail", "amce", "--pause")
+        assert (done.exit_code, done.err) == (
+            0,
+            "warning: queue mail has no due message with the fair key 'amce': check the name\n",
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            ((), "give --weight and one of --max-in-flight and --pause, or only --reset"),
+            (("--pause", "--max-in-flight", "1"), "give --weight and one of"),
+            (("--pause", "--reset"), "give --weight and one of"),
+            (("--weight", "2", "--reset"), "give --weight and one of"),
+            (("--weight", "0"), "--weight"),
+            (("--weight", "1001"), "--weight"),
+            (("--max-in-flight", "-1"), "--max-in-flight"),
+            (("", "--pause"), "fair_key: must not be empty"),
+            (("k" * 513, "--pause"), "fair_key: must not be longer than 512 bytes"),
+        ],
+    )
+    def test_an_invalid_share_is_refused(
+        self, cli: Callable[..., Done], arguments: tuple[str, ...], problem: str
+    ) -> None:
+        done = cli("share", "mail", *arguments)
+        assert done.exit_code == 2
+        assert problem in " ".join(done.err.split())
+        assert cli("keys", "mail", "--json").json == {"keys": [], "key_count": 0}
+
+    @pytest.mark.slow
+    def test_the_table_of_keys_fits_a_narrow_terminal(self, dsn: str, database: psycopg.Connection) -> None:
+        enqueue(database, fair_key="tenant-" * 20)
+        database.execute(
+            "INSERT INTO pgoutbox.message_live (id, topic, payload, fair_key, lane) SELECT"
+            " nextval('pgoutbox.message_id_seq'), 'mail', '1', 'big', 2 FROM generate_series(1, 10001)"
+        )
+        done = run_on_terminal("keys", "default", dsn=dsn, COLUMNS="80", NO_COLOR="1")
+        assert "10,000+" in done.out
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.out)
+        assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
 
     def test_pausing_a_queue_without_messages_warns(self, cli: Callable[..., Done]) -> None:
         done = cli("pause", "later")

@@ -33,7 +33,7 @@ from pgoutbox.settings import load_settings
 from tests.support import topics_app
 from tests.support.html_page import Page
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, SET_LAST_ERROR, before_each_batch, meanwhile, put
-from tests.support.outbox_actions import state_of
+from tests.support.outbox_actions import due_earlier, enqueue, state_of
 from tests.support.proxy import Moment, proxy_to
 from tests.support.roles import login
 from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
@@ -2631,6 +2631,60 @@ def test_a_schedule_whose_message_is_refused_runs_with_the_reason(site: Site, db
     assert 'violates check constraint "own"' in words
     assert "digest-7 mail.digest 0 7 * * *" in words, "the page of schedules has the notice"
     assert (audit_of(db), db.execute("SELECT count(*) FROM pgoutbox.message").fetchone()) == ([], (0,))
+
+
+def put_fair(db: psycopg.Connection, key: str, minutes: float) -> None:
+    """Put a message of a fair key that has been due for so long."""
+    due_earlier(db, enqueue(db, "mail", queue="bulk", fair_key=key), 60 * minutes)
+
+
+def test_the_page_of_fair_keys_shows_those_that_wait_longest_first(site: Site, db: psycopg.Connection) -> None:
+    put(db, queue="bulk")
+    assert "/queues/bulk/keys" not in get(site.vera, "/queues?queue=bulk").values("a", "href")
+    for key, minutes in (("acme", 5), ("zeta", 180), ("<b>", 1)):
+        put_fair(db, key, minutes)
+    Operator(db).set_fair_share("bulk", "zeta", weight=3, max_in_flight=0)
+    assert "/queues/bulk/keys" in get(site.vera, "/queues?queue=bulk").values("a", "href")
+    page = get(site.vera, "/queues/bulk/keys")
+    assert "3 of 3 keys those that wait longest first" in page.words
+    assert "zeta 1 0 3 h 3 paused acme 1 0 5 min 1 none <b> 1 0" in page.words
+    assert [form.action for form in page.forms if "share" in form.action] == []
+    page = get(site.vera, "/queues/bulk/keys?start=ac")
+    assert "1 of 1 keys that begin with ac" in page.words
+    assert "zeta" not in page.words
+    assert "Queue bulk has no fair keys that begin with no." in get(site.vera, "/queues/bulk/keys?start=no").words
+    assert site.vera.get("/queues/No%20Queue/keys").status_code == 422
+
+
+def test_many_fair_keys_fit_a_page(site: Site, db: psycopg.Connection) -> None:
+    db.execute(
+        "INSERT INTO pgoutbox.message_live (id, topic, payload, queue, fair_key, lane) SELECT"
+        " nextval('pgoutbox.message_id_seq'), 'mail', '1', 'bulk', 'k' || n, 2 FROM generate_series(1, 1000) AS n"
+    )
+    page = get(site.ada, "/queues/bulk/keys")
+    assert "60 of 1,000 keys" in page.words
+    assert len(page.text) < 100_000
+
+
+def test_an_operator_changes_the_share_of_a_key(site: Site, db: psycopg.Connection) -> None:
+    put_fair(db, "acme", 5)
+    (form,) = [form for form in get(site.ada, "/queues/bulk/keys").forms if form.fields.get("key") == "acme"]
+    assert site.vera.post(form.action, data={"key": "acme", "do": "pause"}).status_code == 403
+    for given, said in (
+        ({"do": "pause"}, "The share applies from the next turn."),
+        ({"do": "pause"}, "The share was the same before."),
+        ({"do": "set", "weight": "4", "in_flight": "9"}, "acme 1 0 5 min 4 9"),
+        ({"do": "reset"}, "acme 1 0 5 min 1 none"),
+        ({"key": "", "do": "set", "weight": "2"}, "acme 1 0 5 min 2 none"),
+    ):
+        answer = site.ada.post(form.action, data={**form.fields, "key": "acme", **given}, follow_redirects=True)
+        assert said in Page(answer.text).words
+    assert [(row[2], row[0]) for row in audit_of(db)] == [
+        ("pause", "ada"), ("resume", "ada"), ("limit", "ada"), ("limit", "ada"),
+    ]  # fmt: skip
+    for wrong in ({}, {"weight": "0"}, {"weight": "x"}, {"in_flight": "1000001"}, {"do": "no"}, {"key": "k" * 513}):
+        data = {"key": "acme", "do": "set", **({"weight": "1"} if "key" in wrong else {}), **wrong}
+        assert site.ada.post(form.action, data=data).status_code == 422, wrong
 
 
 def wait_for_breaker(db: psycopg.Connection, key: str, **options: str) -> int:

@@ -57,9 +57,9 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
 VIEWS: Final = (
-    "attempt_view", "blackout_view", "breaker_view", "home_view", "in_flight_view", "message_view", "pulse_view",
-    "queue_view", "redirect_view", "retention_view", "schedule_view", "suppression_view", "topic_pause_view",
-    "waiting_view", "worker_event_view", "worker_view",
+    "attempt_view", "blackout_view", "breaker_view", "fair_share_view", "home_view", "in_flight_view", "message_view",
+    "pulse_view", "queue_view", "redirect_view", "retention_view", "schedule_view", "suppression_view",
+    "topic_pause_view", "waiting_view", "worker_event_view", "worker_view",
 )  # fmt: skip
 
 LIMITED: Final = (
@@ -67,9 +67,10 @@ LIMITED: Final = (
 )
 
 READ_BY_WORKERS: Final = (
-    "blackout_view breaker_view cancel_request content home_view in_flight_view key_head maintenance_run message "
-    "message_id_seq message_live message_view pulse_view queue queue_view redirect_view retention retention_view "
-    "revision schedule schedule_view topic_pause topic_pause_view worker_event_view worker_view"
+    "blackout_view breaker_view cancel_request content fair_share_view home_view in_flight_view key_head "
+    "maintenance_run message message_id_seq message_live message_view pulse_view queue queue_view redirect_view "
+    "retention retention_view revision schedule schedule_view topic_pause topic_pause_view worker_event_view "
+    "worker_view"
 )
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {"revision": "SELECT"},
@@ -117,15 +118,15 @@ FUNCTION_RIGHTS: Final[dict[str, str]] = {
     "_require_package",
     WORKER: f"{ENQUEUE_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "_bucket_of _cause_of _complete _enqueue_failure _error_group failures _forget_requests _forget_sent "
-    "_handled_as _here _hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits read_payloads "
-    "_read_redirect _redacted_text _require_completion _require_home _require_package _reset_session _tick_schedule "
-    "_tokens_of _with_attempt",
+    "_give_turns _handled_as _here _hold_of _in_flight_of _is_known_topic next_permit_at partitions _permits "
+    "read_payloads _read_redirect _redacted_text _require_completion _require_home _require_package _reset_session "
+    "_tick_schedule _tokens_of _with_attempt",
     OPERATOR: f"{LOOK_FUNCTIONS} {PRUNE_BY_RULES} {MAINTENANCE_FUNCTIONS} "
     "address_digest import_suppressions suppress _suppressed unsuppress "
     "adopt announce_act _bucket_of cancel cancel_all cancel_by_key _cancel_each clear_redirect close_breaker "
     "correct dismiss _enqueue_act erase _erase _forget_requests _is_known_topic pause_schedule pause_topic prune "
     "_prune_dedupe redrive release reschedule resend resume_schedule resume_topic run_schedule _selected_messages "
-    "set_redirect set_retention "
+    "set_fair_share set_redirect set_retention "
     "snooze _state_of unset_retention",
     VIEWER: LOOK_FUNCTIONS,
 }
@@ -1063,6 +1064,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox.clear_redirect()"),
     (OPERATOR, "SELECT FROM pgoutbox.pause_topic('mail', '1 h')"),
     (OPERATOR, "SELECT pgoutbox.resume_topic('news')"),
+    (OPERATOR, "SELECT pgoutbox.set_fair_share('mail', 'acme', 2, 0)"),
+    (WORKER, "SELECT pgoutbox._give_turns('mail', '{mail}', 10)"),
     (
         PRODUCER,
         """SELECT pgoutbox.set_schedule('s', '0 7 * * *', '{"topic": "mail", "payload": 1}')""",

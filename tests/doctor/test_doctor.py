@@ -1092,6 +1092,36 @@ def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psy
     assert CANARY not in str(finding)
 
 
+class TestShares:
+    """Tests fair keys that wait because of their share."""
+
+    def test_a_paused_key_whose_messages_wait_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db, fair_key="acme")
+        db.execute("SELECT pgoutbox.set_fair_share('default', 'acme', max_in_flight => 0)")
+        assert levels(found(dsn, "shares")) == ["ok"]
+        db.execute(HOUR_AGO)
+        expect(
+            found(dsn, "shares"),
+            Level.WARNING,
+            "keys-paused",
+            "1 fair key paused",
+            "60 min: acme",
+            "share default acme",
+        )
+        db.execute("SELECT pgoutbox.set_fair_share('default', 'acme')")
+        assert levels(found(dsn, "shares")) == ["ok"]
+
+    def test_a_key_at_the_limit_of_its_queue_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        for _ in range(2):
+            enqueue(db, fair_key="a b")
+        enqueue(db, fair_key="free")
+        db.execute(HOUR_AGO)
+        db.execute("SELECT pgoutbox.set_fair_share('default', max_in_flight => 1)")
+        assert levels(found(dsn, "shares")) == ["ok"]
+        db.execute("UPDATE pgoutbox.message SET lane = 0 WHERE id = (SELECT min(id) FROM pgoutbox.message)")
+        expect(found(dsn, "shares"), Level.WARNING, "keys-limited", "at their limit", "60 min: a b", "'a b' --reset")
+
+
 class TestDue:
     """Tests due messages that no worker claims, and the reported reason."""
 

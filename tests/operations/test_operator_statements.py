@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 import pytest
@@ -24,6 +24,7 @@ from pgoutbox.operations import (
 from pgoutbox.operations.acts import ACTS
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
+from tests.support.outbox_actions import due_earlier, enqueue
 from tests.support.races import until_blocked
 from tests.support.worker_sql import End, claim, finish, sleeping_worker
 
@@ -824,3 +825,123 @@ class TestPausedTopics:
             assert rings() == ["all "]
             Operator(operator).resume_topic("mail.digest")
             assert rings() == ["all "]
+
+
+class TestFairShares:
+    def test_a_share_is_set_in_parts_and_reset(self, operator: psycopg.Connection) -> None:
+        acts = Operator(operator)
+        assert acts.set_fair_share("default", "acme", weight=5)
+        assert acts.set_fair_share("default", "acme", max_in_flight=0)
+        assert not acts.set_fair_share("default", "acme", max_in_flight=0)
+        assert shares_of(operator) == [("acme", 5, 0)]
+        assert acts.set_fair_share("default", "acme", max_in_flight=20)
+        assert acts.set_fair_share("default", weight=2, max_in_flight=50)
+        assert shares_of(operator) == [("", 2, 50), ("acme", 5, 20)]
+        assert acts.set_fair_share("default", "acme")
+        assert not acts.set_fair_share("default", "acme")
+        assert acts.set_fair_share("default")
+        assert shares_of(operator) == [("", None, None)]
+        assert [(act.action, act.queue, act.details) for act in reversed(acts.list_acts())] == [
+            ("limit", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": "none"}),
+            ("pause", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 0}),
+            ("resume", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 20}),
+            ("limit", "default", {"weight": 2, "max_in_flight": 50}),
+            ("limit", "default", {"fair_key": "acme", "weight": "none", "max_in_flight": "none"}),
+            ("limit", "default", {"weight": "none", "max_in_flight": "none"}),
+        ]
+
+    def test_the_turn_of_the_keys_survives_all_acts(self, operator: psycopg.Connection) -> None:
+        operator.execute("INSERT INTO pgoutbox.fair_share (queue, after_key) VALUES ('default', 'k7')")
+        Operator(operator).set_fair_share("default", weight=3)
+        Operator(operator).set_fair_share("default")
+        assert operator.execute("SELECT after_key FROM pgoutbox.fair_share").fetchall() == [("k7",)]
+
+    @pytest.mark.parametrize(
+        ("share", "problem"),
+        [
+            ({"queue": "Mail"}, "queue: must be 1 to 63 of"),
+            ({"queue": "m" * 64}, "queue: must be 1 to 63 of"),
+            ({"fair_key": ""}, "fair_key: must not be empty; pass NULL for no key"),
+            ({"fair_key": "\u00e9" * 257}, "fair_key: must not be longer than 512 bytes"),
+            ({"weight": 0}, "weight: must be from 1 to 1000"),
+            ({"weight": 1001}, "weight: must be from 1 to 1000"),
+            ({"max_in_flight": -1}, "max_in_flight: must be from 0 to 1000000"),
+            ({"max_in_flight": 1_000_001}, "max_in_flight: must be from 0 to 1000000"),
+        ],
+    )
+    def test_an_invalid_share_is_refused(
+        self, rolled_back: psycopg.Connection, share: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(ArgumentError, match=f"^{problem}"):
+            Operator(rolled_back).set_fair_share(**{"queue": "mail", "weight": 1, **share})
+
+    def test_only_a_share_that_allows_messages_wakes_a_sleeping_worker(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        with sleeping_worker(connect) as rings:
+            Operator(operator).set_fair_share("other", "acme", max_in_flight=0)
+            Operator(operator).set_fair_share("default", "acme", max_in_flight=3)
+            assert rings() == ["all default"]
+            Operator(operator).set_fair_share("default", "acme", max_in_flight=0)
+            Operator(operator).set_fair_share("default", "acme")
+            assert rings() == ["all default"]
+
+    def test_the_keys_that_wait_longest_are_listed_first(self, operator: psycopg.Connection) -> None:
+        for key, minutes in (("big", 1), ("big", 3), ("later", -60), ("old", 9), ("small", 2)):
+            put_fair(operator, key, minutes)
+        operator.execute("UPDATE pgoutbox.message SET lane = 0 WHERE fair_key = 'small'")
+        put_fair(operator, "other", 99, queue="other")
+        Operator(operator).set_fair_share("default", "paused", max_in_flight=0)
+        Operator(operator).set_fair_share("default", weight=4, max_in_flight=7)
+        Operator(operator).set_fair_share("default", "big", weight=9)
+        found = Operator(operator).list_fair_keys("default")
+        assert [(one.key, one.due, one.in_flight, one.weight, one.max_in_flight) for one in found.keys] == [
+            ("old", 1, 0, 4, 7),
+            ("big", 2, 0, 9, 7),
+            ("later", 0, 0, 4, 7),
+            ("paused", 0, 0, 4, 0),
+            ("small", 0, 1, 4, 7),
+        ]
+        assert 530 < (found.keys[0].oldest_due_seconds or 0) < 600
+        few = Operator(operator).list_fair_keys("default", limit=2)
+        assert ([one.key for one in few.keys], few.key_count) == (["old", "big"], 5)
+
+    def test_the_key_that_is_the_prefix_comes_first(self, operator: psycopg.Connection) -> None:
+        for key, minutes in (("a", 1), ("ab", 5), ("abc", 9), ("b", 60)):
+            put_fair(operator, key, minutes)
+        assert [one.key for one in Operator(operator).list_fair_keys("default", prefix="ab").keys] == ["ab", "abc"]
+        assert Operator(operator).list_fair_keys("default", prefix="x") == ([], 0)
+
+    @pytest.mark.parametrize("is_analyzed", [False, True])
+    def test_many_keys_are_read_along_their_indexes(self, operator: psycopg.Connection, is_analyzed: bool) -> None:
+        operator.execute(
+            "INSERT INTO pgoutbox.message_live (id, topic, payload, fair_key, lane)"
+            " SELECT nextval('pgoutbox.message_id_seq'), 'mail', '1', 'k' || n % 500, 2"
+            " FROM generate_series(1, 20000) AS n"
+        )
+        if is_analyzed:
+            operator.execute("ANALYZE pgoutbox.message_live")
+        ((before,),) = operator.execute(READ_ROWS).fetchall()
+        found = Operator(operator).list_fair_keys("default", limit=3)
+        ((after,),) = operator.execute(READ_ROWS).fetchall()
+        assert ([one.due for one in found.keys], found.key_count) == ([40] * 3, 500)
+        # A row for each key to find it, one for its oldest message, and those that are counted.
+        assert after - before < 500 * 2 + 3 * 40 + 50
+
+
+READ_ROWS: LiteralString = (
+    "SELECT pg_stat_get_xact_tuples_fetched(c.oid) + pg_stat_get_xact_tuples_returned(c.oid)"
+    " FROM pg_class AS c WHERE c.relname = 'message_live'"
+)
+
+
+def put_fair(connection: psycopg.Connection, key: str, minutes: float, *, queue: str = "default") -> None:
+    """Put a message that has been due for so long."""
+    message_id = enqueue(connection, "mail", queue=queue, fair_key=key)
+    due_earlier(connection, message_id, 60 * minutes)
+
+
+def shares_of(connection: psycopg.Connection) -> list[tuple[object, ...]]:
+    return connection.execute(
+        "SELECT fair_key, weight, max_in_flight FROM pgoutbox.fair_share_view ORDER BY queue, fair_key"
+    ).fetchall()

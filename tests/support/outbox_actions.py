@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     max_attempts: int
     notify: bool
     ordering_key: str | None
+    fair_key: str | None
     halts_key: bool | None
     max_delay: timedelta | None
     owner: str | None
