@@ -389,6 +389,7 @@ class ShownMessage(NamedTuple):
     coalesce_key: str | None
     dedupe_key: str | None
     ordering_key: str | None
+    fair_key: str | None
     owner: str | None
     halts_key: bool
     superseded_by: int | None

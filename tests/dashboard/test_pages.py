@@ -2656,6 +2656,13 @@ def test_the_page_of_fair_keys_shows_those_that_wait_longest_first(site: Site, d
     assert site.vera.get("/queues/No%20Queue/keys").status_code == 422
 
 
+def test_the_page_of_a_message_links_to_its_fair_key(site: Site, db: psycopg.Connection) -> None:
+    message_id = enqueue(db, "mail", queue="bulk", fair_key="a&b")
+    page = get(site.vera, f"/messages/{message_id}")
+    assert "Fair key a&b" in page.words
+    assert "/queues/bulk/keys?start=a%26b" in page.values("a", "href")
+
+
 def test_many_fair_keys_fit_a_page(site: Site, db: psycopg.Connection) -> None:
     db.execute(
         "INSERT INTO pgoutbox.message_live (id, topic, payload, queue, fair_key, lane) SELECT"

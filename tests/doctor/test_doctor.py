@@ -677,7 +677,7 @@ def test_a_viewer_gets_the_same_findings_as_the_owner(
         ("worker", {"transactions"}),
         ("operator", {"transactions"}),
         ("viewer", {"transactions"}),
-        ("producer", {"transactions", "copy", "sequence", "redirect", "workers", "undelivered", *OWED}),
+        ("producer", {"transactions", "copy", "sequence", "redirect", "shares", "workers", "undelivered", *OWED}),
     ],
 )
 def test_checks_without_privileges_are_skipped_with_the_missing_grant(

@@ -55,6 +55,7 @@ ROWS: Final = """
     INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'olga', 'cancel');
     INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) VALUES ('k', now(), 1, 'w', '');
     INSERT INTO pgoutbox.redirect (set_at, target, set_by) VALUES (now(), '@example.org', 'olga');
+    INSERT INTO pgoutbox.fair_share (queue) VALUES ('q');
     INSERT INTO pgoutbox.schedule (name, rule, message) VALUES ('s', 'every 60', '{}');
     INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{}', '{}')
 """

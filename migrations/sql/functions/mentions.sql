@@ -28,11 +28,11 @@ BEGIN
         SELECT
             'message',
             m.id,
-            '{destination,owner,coalesce_key,dedupe_key,ordering_key,skip_reason,last_error}'::text[]
+            '{destination,owner,coalesce_key,dedupe_key,ordering_key,fair_key,skip_reason,last_error}'::text[]
                 || '{payload,headers,attempts}'::text[],
             ARRAY[
-                m.destination, m.owner, m.coalesce_key, m.dedupe_key, m.ordering_key, m.skip_reason, m.last_error,
-                m.payload::text, m.headers::text, m.attempts::text
+                m.destination, m.owner, m.coalesce_key, m.dedupe_key, m.ordering_key, m.fair_key, m.skip_reason,
+                m.last_error, m.payload::text, m.headers::text, m.attempts::text
             ]
         FROM pgoutbox.message AS m
         UNION ALL
@@ -57,6 +57,8 @@ BEGIN
         SELECT 'worker', NULL, '{redirect_to,failures}', ARRAY[w.redirect_to, w.failures::text] FROM pgoutbox.worker AS w
         UNION ALL
         SELECT 'home', NULL, '{adopted_by}', ARRAY[h.adopted_by] FROM pgoutbox.home AS h
+        UNION ALL
+        SELECT 'fair_share', NULL, '{fair_key,after_key}', ARRAY[f.fair_key, f.after_key] FROM pgoutbox.fair_share AS f
         UNION ALL
         SELECT 'schedule', NULL, '{message}', ARRAY[s.message::text] FROM pgoutbox.schedule AS s
     )
