@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, LiteralString
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Permanent, Transient
+from pgoutbox import Context, Message, Outbox, Permanent, Transient, Worker
+from pgoutbox.operations import Operator
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.worker import Worker
 from tests.support.outbox_actions import attempts_of, cancel, lapse, redrive, running, settings_for, state_of
-from tests.support.waiting import until
+from tests.support.waiting import until, until_idle
 from tests.support.worker_sql import claim
 
 if TYPE_CHECKING:
@@ -457,3 +457,29 @@ def test_the_time_of_the_next_turn_under_a_rate_is_told(db: psycopg.Connection) 
     put(db, "a", 5)
     give = GIVE.replace("admitted_count", "admitted_count, is_waiting, permit_seconds > 3590")
     assert [db.execute(give).fetchone(), db.execute(give).fetchone()] == [(2, True, True), (0, True, True)]
+
+
+async def test_a_paused_key_waits_until_it_gets_a_limit_and_no_other_key_does(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=5))
+    sent: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        sent.append(message.id)
+
+    operator = Operator(db)
+    operator.set_fair_share("default", "paused", max_in_flight=0)
+    put(db, "paused", 3)
+    put(db, "other", 3)
+    await Worker(outbox).run_once()
+    assert [(one.key, one.due, one.limit) for one in operator.list_fair_keys("default").keys] == [
+        ("paused", 3, "paused")
+    ]
+    assert len(sent) == 3
+    worker = Worker(outbox)
+    async with running(worker):
+        await until_idle(worker)
+        assert len(sent) == 3
+        operator.set_fair_share("default", "paused", max_in_flight=1)
+        await until(lambda: len(sent) == 6)
+    assert db.execute("SELECT count(*) FROM pgoutbox.message_live").fetchall() == [(0,)]
