@@ -38,7 +38,7 @@ def keys(
     else:
         print_line(f"queue {queue}: no fair keys")
     if more := found.key_count - len(found.keys):
-        print_note(f"and {pluralize(more, 'more key')}, which wait for less time: see --limit, or give a START")
+        print_note(f"left out: {pluralize(more, 'more key')} with a shorter wait; raise --limit, or give a START")
     if found.key_count >= FAIR_COUNTS["keys"]:
         print_note(f"read the first {found.key_count:,} keys in order of their names: give a START for the others")
 

@@ -36,7 +36,7 @@ from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_par
 
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50
-_LATE_KEYS = 1_000
+_LATE_KEYS = 1_000  # Of each queue, those that wait longest.
 # The late queues with such a cause are one finding.
 _SHARED = ("due-without-worker", "due-behind-breaker")
 _START_WORKERS = (
@@ -564,14 +564,17 @@ def check_shares(context: DoctorContext) -> Iterator[Finding]:
         ]
         for code, state, is_paused in (("keys-paused", "paused", True), ("keys-limited", "at their limit", False)):
             if few := [row for row in late if (row["max_in_flight"] == 0) is is_paused]:
-                first = few[0]["key"]
+                share, names = (
+                    f"pgoutbox share {queue} {shlex.quote(few[0]['key'])}",
+                    [one_line(row["key"]) for row in few],
+                )
                 yield warning(
                     code,
                     f"queue {queue}: {pluralize(len(few), 'fair key')} {state}, the oldest message due for "
-                    f"{duration(few[0]['oldest_due_seconds'])}: {join_names(one_line(row['key']) for row in few)}",
+                    f"{duration(few[0]['oldest_due_seconds'])}: {join_names(names)}",
                     "their messages wait for a turn" if is_paused else "they get a turn only if one of theirs ends",
-                    f"give it the share of its queue: pgoutbox share {queue} {shlex.quote(first)} --reset; or a limit: "
-                    f"pgoutbox share {queue} {shlex.quote(first)} --max-in-flight N; all keys: pgoutbox keys {queue}",
+                    f"raise its limit: {share} --max-in-flight N; or with --reset, give it the share of the queue; "
+                    f"pgoutbox keys {queue} lists all keys",
                     messages=Count(sum(row["due"] for row in few), "at least"),
                     queue=queue,
                 )

@@ -1489,7 +1489,7 @@ class TestDeciding:
         )
         assert cli("keys", "default").out == (f"{head}acme\t1\t0\t60 min\t3\tpaused\nbig\t1\t0\t0 s\t3\t2,000\n")
         few = cli("keys", "default", "--limit", "1")
-        assert few.err == "and 1 more key, which wait for less time: see --limit, or give a START\n"
+        assert few.err == "left out: 1 more key with a shorter wait; raise --limit, or give a START\n"
         done = cli("share", "default", "acme", "--reset", "--json").json
         assert (done["changed"], done["keys"][0]["max_in_flight"]) == (True, 2000)
         found = cli("keys", "default", "b", "--json").json

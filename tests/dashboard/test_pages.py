@@ -2650,7 +2650,7 @@ def test_the_page_of_fair_keys_shows_those_that_wait_longest_first(site: Site, d
     assert "zeta 1 0 3 h 3 paused acme 1 0 5 min 1 none <b> 1 0" in page.words
     assert [form.action for form in page.forms if "share" in form.action] == []
     page = get(site.vera, "/queues/bulk/keys?start=ac")
-    assert "1 of 1 keys that begin with ac" in page.words
+    assert "1 of 1 key beginning with ac" in page.words
     assert "zeta" not in page.words
     assert "Queue bulk has no fair keys that begin with no." in get(site.vera, "/queues/bulk/keys?start=no").words
     assert site.vera.get("/queues/No%20Queue/keys").status_code == 422

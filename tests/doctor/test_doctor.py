@@ -1119,7 +1119,14 @@ class TestShares:
         db.execute("SELECT pgoutbox.set_fair_share('default', max_in_flight => 1)")
         assert levels(found(dsn, "shares")) == ["ok"]
         db.execute("UPDATE pgoutbox.message SET lane = 0 WHERE id = (SELECT min(id) FROM pgoutbox.message)")
-        expect(found(dsn, "shares"), Level.WARNING, "keys-limited", "at their limit", "60 min: a b", "'a b' --reset")
+        expect(
+            found(dsn, "shares"),
+            Level.WARNING,
+            "keys-limited",
+            "at their limit",
+            "60 min: a b",
+            "'a b' --max-in-flight",
+        )
 
 
 class TestDue:
