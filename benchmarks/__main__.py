@@ -19,6 +19,7 @@ from benchmarks import (
     doorbell,
     drain,
     explain,
+    fair,
     fleet,
     idle,
     lanes,
@@ -55,12 +56,13 @@ SCENARIOS: Mapping[str, Scenario] = {
     "wal": wal.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: the limits of several workers, the dashboard, many databases, sizes, and the
-# search for the settings of the other systems.
+# Not part of a run without arguments: the limits of several workers, fair shares, the dashboard, many databases, sizes,
+# and the search for the settings of the other systems.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,
     "fanout": fleet.run_fanout,
+    "fair": fair.run,
     "retention": retention.run,
     "dashboard": dashboard.run,
     "databases": databases.run,
@@ -73,7 +75,7 @@ def main() -> int:
     """Run the scenarios. Return 0 if they ran, whatever their verdicts, and 130 if interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox and other systems.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last eight if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last nine if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: check that the benchmarks work")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
     parser.add_argument("--finished", type=int, metavar="N", help="finished messages in the table of drain")

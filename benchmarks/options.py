@@ -68,6 +68,8 @@ class Options:
     ordered_keys: int = 20
     ordered_messages: int = 5_000
     fanout_destinations: int = 10_000
+    fair_messages: int = 60_000
+    fair_keys: tuple[int, ...] = (10, 1_000, 50_000)
     retention_messages: int = 1_000_000
     retention_seconds: float = 8.0
     dashboard_messages: int = 1_000_000
@@ -77,6 +79,8 @@ class Options:
 
 
 QUICK = Options(
+    fair_messages=4_000,
+    fair_keys=(10, 100),
     retention_messages=20_000,
     retention_seconds=2.0,
     limited_messages=60,
