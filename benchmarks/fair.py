@@ -21,7 +21,7 @@ from pgoutbox.operations import Operator
 _PROCESSES = 4
 _LIMIT = 5
 _SHARE = 10  # One message of so many is not of the big tenant.
-_PAUSE_SECONDS = 0.02
+_PAUSE_SECONDS = 0.1
 _SAMPLE_SECONDS = 10.0
 _BIG = "big"
 _BACKLOG = """
