@@ -28,7 +28,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import Topic, name_of
 
 # The options of a message that a topic can compute from the payload.
-_COMPUTABLE: Final = ("destination", "owner", *KEYS)
+_COMPUTABLE: Final = ("destination", "owner", *KEYS, "fair_key")
 _SHOWN_NAMES: Final = 10
 _MAX_LEVELS: Final = 8
 # An example of each format that pydantic checks.
@@ -231,8 +231,9 @@ def _merged(value: JsonValue, patch: JsonValue) -> JsonValue:
 def open_options(topic: Topic[Any]) -> tuple[str, ...]:
     """Return the options of a new message that the definition leaves open, of those that operators give."""
     left = [option for option in (*_COMPUTABLE, "delay") if getattr(topic, option) is None]
-    # A message has a coalesce key or an ordering key.
-    excluded = {"ordering_key"} if topic.coalesce_key else {"coalesce_key"} if topic.ordering_key else set()
+    # A message with an ordering key has no coalesce key and no fair key.
+    has_other = topic.coalesce_key or topic.fair_key
+    excluded = {"ordering_key"} if has_other else {"coalesce_key", "fair_key"} if topic.ordering_key else set()
     return tuple(option for option in left if option not in excluded)
 
 

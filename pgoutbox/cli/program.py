@@ -23,7 +23,17 @@ TASKS: Final[Mapping[str, tuple[str, ...]]] = {
     "Enqueue": ("topics", "enqueue", "send"),
     "Look": ("list", "show", "failures", "stats", "top", "tail", "workers", "queues", "keys", "audit"),
     "Act on messages": tuple(ACTS),
-    "Control delivery": ("pause", "resume", "limit", "share", "schedule", "suppression", "breaker", "redirect", "adopt"),
+    "Control delivery": (
+        "pause",
+        "resume",
+        "limit",
+        "share",
+        "schedule",
+        "suppression",
+        "breaker",
+        "redirect",
+        "adopt",
+    ),
     "Keep, delete and hand out": ("retention", "prune", "export", "erase", "mentions"),
 }
 _ORDER: Final = [name for names in TASKS.values() for name in names]

@@ -30,7 +30,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.topics import Topic
 
 _MAX_GROUPS: Final = 20
-_TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key")
+_TEXT_OPTIONS: Final = ("destination", "owner", "coalesce_key", "dedupe_key", "ordering_key", "fair_key")
 _FIELDS: Final = ("payload", *_TEXT_OPTIONS, "delay", "unit")
 
 

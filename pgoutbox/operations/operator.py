@@ -173,7 +173,7 @@ class Operator:
         """Return the messages with the reason why each pending one waits, as in `pgoutbox.waiting_view`."""
         rows = self._fetch(sql.WHY_THEY_WAIT, {"ids": [message.id for message in messages]})
         found = {message_id: waits for message_id, *waits in rows}
-        return [ListedMessage(*message[:-4], *found.get(message.id, (None,) * 4)) for message in messages]
+        return [ListedMessage(*message[:-5], *found.get(message.id, (None,) * 5)) for message in messages]
 
     def count_matching(self, which: MessageFilter, *, limit: int) -> int:
         """Return the number of matching messages, counted up to `limit`."""

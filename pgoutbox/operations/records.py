@@ -35,7 +35,7 @@ Progress: TypeAlias = Callable[[int], object]
 class MessageFilter:
     """A filter for messages: a message matches if it fulfils all given conditions.
 
-    `destination` may omit `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` is searched in the
+    `destination` may omit `mailto:`. `key` is a coalesce, dedupe, ordering or fair key. `text` is searched in the
     destination, the owner, the keys, the skip reason and the last error, ignoring case and without wildcards. Payloads
     are not searched. The times are enqueue times, the first one inclusive. `error_group` is the id of a group of
     similar failures, as the dashboard's links have it. `breaker` is the key of an open circuit breaker, for the
@@ -281,7 +281,7 @@ class ListedMessage(NamedTuple):
 
     `waits` is the reason why a pending message is not delivered yet, `waits_for` the message for which it waits, and
     `waits_until` the end of it, if known. `handled_as` is the name that a worker must have for it, such as
-    `mail.welcome@2` for the second version of its payload.
+    `mail.welcome@2` for the second version of its payload. `cap` is the limit of its fair key that is reached.
     """
 
     id: int
@@ -297,16 +297,18 @@ class ListedMessage(NamedTuple):
     finished_at: datetime | None
     coalesce_key: str | None
     dedupe_key: str | None
+    fair_key: str | None
     skip_reason: str | None
     last_error: str | None
     waits: str | None = None
     waits_for: int | None = None
     waits_until: datetime | None = None
     handled_as: str | None = None
+    cap: str | None = None
 
     @property
     def wait(self) -> str | None:
-        """`waits`, with the version of the payload if no worker has a handler for it."""
+        """`waits`, with the version of the payload that no worker handles, or the fair key and its limit."""
         return _wait(self)
 
     @property
@@ -334,6 +336,7 @@ class ListedMessage(NamedTuple):
 
 
 _NO_HANDLER: Final = "no handler"
+_SHARE: Final = "share"
 # In sentences, the reasons of `pgoutbox.waiting_view`.
 WAITS: Final = {
     "superseded": "a newer message of its coalesce key takes its place",
@@ -349,9 +352,11 @@ WAITS: Final = {
     "in flight": "another message of its key is being sent",
     "rate": "the rate limit of its queue is used up",
     "max_in_flight": "the limit in flight of its queue is reached",
+    _SHARE: "its fair key is at its limit",
     "no worker": "no running worker serves its queue; pgoutbox workers lists the queues",
     _NO_HANDLER: "no running worker of its queue has a handler for its topic; pgoutbox workers lists the topics",
     "next run": "no worker of its queue is running; the next run of pgoutbox worker takes it, as the last one did",
+    "turn": "it waits for the turn of its fair key",
     "due": "it is due, and the next free slot of a worker takes it",
 }
 
@@ -361,8 +366,8 @@ class ShownMessage(NamedTuple):
 
     The fields are columns of `pgoutbox.message_view`, and others of SHOW_MESSAGE and SHOW_CONTENT. Headers, payload and
     content can be a `JsonText`. Their sizes are the sizes of the whole JSON text. `waits` is the reason why a pending
-    message is not delivered yet, and `handled_as` the name that a worker must have for it, as in
-    `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
+    message is not delivered yet, `handled_as` the name that a worker must have for it, and `cap` the limit of its fair
+    key that is reached, as in `pgoutbox.waiting_view`. `content` is what the messages of a fan-out share.
     """
 
     id: int
@@ -380,6 +385,7 @@ class ShownMessage(NamedTuple):
     waits_for: int | None
     waits_until: datetime | None
     handled_as: str | None
+    cap: str | None
     expires_at: datetime | None
     claimed_at: datetime | None
     lease_expires_at: datetime | None
@@ -412,7 +418,7 @@ class ShownMessage(NamedTuple):
 
     @property
     def wait(self) -> str | None:
-        """`waits`, with the version of the payload if no worker has a handler for it."""
+        """`waits`, with the version of the payload that no worker handles, or the fair key and its limit."""
         return _wait(self)
 
     @property
@@ -438,6 +444,8 @@ def _attempts(message: ListedMessage | ShownMessage) -> str:
 
 
 def _wait(message: ListedMessage | ShownMessage) -> str | None:
+    if message.waits == _SHARE:
+        return f"{message.waits} ({message.fair_key}: {message.cap})"
     if message.waits != _NO_HANDLER or message.handled_as in (None, message.topic):
         return message.waits
     return f"{message.waits} for version {message.handled_as.removeprefix(f'{message.topic}@')}"
@@ -446,6 +454,9 @@ def _wait(message: ListedMessage | ShownMessage) -> str | None:
 def _why_it_waits(message: ListedMessage | ShownMessage) -> str | None:
     if message.waits is None:
         return None
+    if message.waits == _SHARE:
+        state = "is paused" if message.cap == "paused" else f"is at its limit of {message.cap}"
+        return f"its fair key {message.fair_key} {state}"
     text = WAITS[message.waits]
     if _wait(message) == message.waits:
         return text

@@ -829,6 +829,21 @@ class TestLooking:
         assert f"{second}" in cli("list", "--queue", "bookings").out
         assert "waits: paused until 2126-01-01T00:00:00+00:00" in cli("list", "--queue", "paused").out
 
+    def test_a_waiting_message_names_its_fair_key_and_the_limit(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        first = enqueue(database, fair_key="acme")
+        assert "waits: no worker" in cli("list", "--key", "acme").out
+        cli("share", "default", "acme", "--pause")
+        assert "waits: share (acme: paused)" in cli("list", "--key", "acme").out
+        assert "waits\tshare (acme: paused)" in cli("show", first).out
+        cli("share", "default", "acme", "--max-in-flight", "1")
+        database.execute("SELECT pgoutbox._give_turns('default', '{greet}', 1)")
+        second = enqueue(database, fair_key="acme")
+        shown = cli("show", second, "--json").json
+        assert (shown["waits"], shown["fair_key"], shown["cap"]) == ("share", "acme", "1 in flight")
+        assert [one["id"] for one in cli("list", "--json", "--text", "acm").lines] == [second, first]
+
     def test_show_leaves_out_what_a_message_does_not_have(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:

@@ -2661,6 +2661,15 @@ def test_the_page_of_a_message_links_to_its_fair_key(site: Site, db: psycopg.Con
     page = get(site.vera, f"/messages/{message_id}")
     assert "Fair key a&b" in page.words
     assert "/queues/bulk/keys?start=a%26b" in page.values("a", "href")
+    assert "Waits: no running worker serves its queue" in page.words
+    Operator(db).set_fair_share("bulk", "a&b", max_in_flight=0)
+    page = get(site.vera, f"/messages/{message_id}")
+    assert "Waits: its fair key a&b is paused (see the key)." in page.words
+    assert ids_on(get(site.vera, "/messages?key=a%26b")) == ids_on(get(site.vera, "/messages?text=a%26")) == [message_id]
+    Operator(db).set_fair_share("bulk", "a&b")
+    db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{bulk}', '{mail}')")
+    page = get(site.vera, f"/messages/{message_id}")
+    assert "Waits: it waits for the turn of its fair key (see the key)." in page.words
 
 
 def test_many_fair_keys_fit_a_page(site: Site, db: psycopg.Connection) -> None:

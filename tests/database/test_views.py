@@ -37,7 +37,7 @@ WAITS_FOR_RETRY = (
 
 REPORT = "INSERT INTO pgoutbox.worker (name, queues, topics, started_at) VALUES (%s, %s, %s, now())"
 # A worker that served the queue and had the handler would claim these.
-CLAIMABLE = {"due", "next run", "no worker", "no handler"}
+CLAIMABLE = {"due", "turn", "next run", "no worker", "no handler"}
 
 
 def reason_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...] | None:
@@ -184,6 +184,53 @@ def the_queue_is_full(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db, queue="q"), ("max_in_flight", None, None)
 
 
+def its_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
+    return enqueue(db, queue="q", fair_key="ada"), ("share", None, None)
+
+
+def its_fair_key_has_enough_in_flight(db: psycopg.Connection) -> tuple[int, Expected]:
+    """The limit is that of all keys of the queue."""
+    db.execute("INSERT INTO pgoutbox.fair_share (queue, max_in_flight) VALUES ('q', 1)")
+    older = enqueue(db, queue="q", fair_key="ada")
+    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
+    begin(db, older)
+    return enqueue(db, queue="q", fair_key="ada"), ("share", None, None)
+
+
+def the_rate_of_its_fair_key_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, rate_count, rate_seconds) VALUES ('q', 'ada', 1, 60)")
+    enqueue(db, queue="q", fair_key="ada")
+    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
+    return enqueue(db, queue="q", fair_key="ada"), ("share", None, 60)
+
+
+def its_fair_key_has_a_part_of_its_turn_left(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, rate_count, rate_seconds)"
+        " VALUES ('q', 'ada', 2, 1, 60)"
+    )
+    enqueue(db, queue="q", fair_key="ada")
+    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
+    return enqueue(db, queue="q", fair_key="ada"), ("turn", None, None)
+
+
+def another_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
+    return enqueue(db, queue="q", fair_key="bob"), ("turn", None, None)
+
+
+def its_fair_key_is_for_later(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
+    message_id = enqueue(db, queue="q", fair_key="ada")
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [message_id])
+    return message_id, ("scheduled", None, 3600)
+
+
+def nobody_serves_the_queue_of_its_fair_key(db: psycopg.Connection) -> tuple[int, Expected]:
+    return enqueue(db, queue="unserved", fair_key="ada"), ("no worker", None, None)
+
+
 def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db), ("due", None, None)
 
@@ -240,7 +287,9 @@ SITUATIONS = (
     its_destination_is_stalled, its_transport_is_unavailable, its_payload_is_unreadable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
-    the_queue_is_full, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
+    the_queue_is_full, its_fair_key_is_paused, its_fair_key_has_enough_in_flight, the_rate_of_its_fair_key_is_used_up,
+    its_fair_key_has_a_part_of_its_turn_left, another_fair_key_is_paused, its_fair_key_is_for_later,
+    nobody_serves_the_queue_of_its_fair_key, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
     a_run_of_today_has_served_it, only_a_run_of_another_queue_has_ended, the_last_run_was_days_ago,
     the_last_run_could_not_read_its_payload,
     a_run_beside_the_worker_knows_its_topic,

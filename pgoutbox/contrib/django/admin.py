@@ -177,7 +177,7 @@ class MessageAdmin(admin.ModelAdmin):
         if not (term := search_term.strip()):
             return near, False
         # Each search reads its ids first, so that it uses its own index.
-        keyed = near.filter(Q(coalesce_key=term) | Q(dedupe_key=term) | Q(ordering_key=term))
+        keyed = near.filter(Q(coalesce_key=term) | Q(dedupe_key=term) | Q(ordering_key=term) | Q(fair_key=term))
         owned = queryset.order_by().filter(owner=term)
         ids = [_id_of(term) or 0]
         for found in (keyed, owned):

@@ -34,6 +34,7 @@ class Message(models.Model):
     coalesce_key = models.TextField(null=True)
     dedupe_key = models.TextField(null=True)
     ordering_key = models.TextField(null=True)
+    fair_key = models.TextField(null=True)
     owner = models.TextField(null=True)
     skip_reason = models.TextField(null=True)
     last_error = models.TextField(null=True)

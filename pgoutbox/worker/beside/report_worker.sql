@@ -49,29 +49,19 @@ WITH reported AS (
     SELECT watched.queue, m.topic, m.available_at
     FROM unnest(%(watched)s::text[]) AS watched(queue)
     CROSS JOIN LATERAL (
-        (
+        SELECT found.*
+        FROM (VALUES (0), (1), (2)) AS lane(number)
+        CROSS JOIN LATERAL (
             SELECT pgoutbox._handled_as(f.topic, f.payload_version), f.available_at
             FROM pgoutbox.message_live AS f
             WHERE f.queue = watched.queue
-                AND f.lane = 0
+                AND f.lane = lane.number
                 AND f.state = 'pending'
                 AND f.ordering_key IS NULL
                 AND f.available_at < now() - make_interval(secs => %(late_seconds)s::float8)
             ORDER BY f.available_at, f.id
             LIMIT 1000
-        )
-        UNION ALL
-        (
-            SELECT pgoutbox._handled_as(r.topic, r.payload_version), r.available_at
-            FROM pgoutbox.message_live AS r
-            WHERE r.queue = watched.queue
-                AND r.lane = 1
-                AND r.state = 'pending'
-                AND r.ordering_key IS NULL
-                AND r.available_at < now() - make_interval(secs => %(late_seconds)s::float8)
-            ORDER BY r.available_at, r.id
-            LIMIT 1000
-        )
+        ) AS found
         UNION ALL
         (
             SELECT pgoutbox._handled_as(o.topic, o.payload_version), o.available_at

@@ -23,13 +23,15 @@ LEFT JOIN LATERAL (
             ORDER BY m.available_at LIMIT %(cap)s::bigint
         )
         UNION ALL
-        (
-            -- Attempts without snoozes, releases and postponements, which raise max_attempts.
-            SELECT m.attempt_count + m.attempt_budget > m.max_attempts FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
+        -- Attempts without snoozes, releases and postponements, which raise max_attempts.
+        SELECT attempted.has_failed
+        FROM (VALUES (1), (2)) AS l(number)
+        CROSS JOIN LATERAL (
+            SELECT m.attempt_count + m.attempt_budget > m.max_attempts AS has_failed FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.lane = l.number AND m.state = 'pending' AND m.ordering_key IS NULL
                 AND m.available_at > part.after_at AND m.available_at <= part.until_at
             ORDER BY m.available_at LIMIT %(cap)s::bigint
-        )
+        ) AS attempted
     ) AS lane
     UNION ALL
     SELECT lane.has_failed

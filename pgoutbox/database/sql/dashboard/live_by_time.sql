@@ -4,17 +4,14 @@ SELECT
         AS created_slot,
     count(*) AS messages
 FROM (
-    (
+    SELECT found.created_at
+    FROM (VALUES (0), (1), (2)) AS lane(number)
+    CROSS JOIN LATERAL (
         SELECT m.created_at FROM pgoutbox.message_view AS m
-        WHERE m.queue = %(queue)s::text AND m.lane = 0 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
+        WHERE m.queue = %(queue)s::text AND m.lane = lane.number AND m.state IN ('pending', 'sending')
+            AND m.ordering_key IS NULL
         ORDER BY m.available_at LIMIT %(cap)s::bigint
-    )
-    UNION ALL
-    (
-        SELECT m.created_at FROM pgoutbox.message_view AS m
-        WHERE m.queue = %(queue)s::text AND m.lane = 1 AND m.state IN ('pending', 'sending') AND m.ordering_key IS NULL
-        ORDER BY m.available_at LIMIT %(cap)s::bigint
-    )
+    ) AS found
     UNION ALL
     (
         SELECT m.created_at FROM pgoutbox.message_view AS m

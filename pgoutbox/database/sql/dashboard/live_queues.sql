@@ -1,5 +1,5 @@
--- The given queues, in this order. Messages are counted lane by lane up to `cap`: fresh ones, retries, those with an
--- ordering key, and those in flight. Each lane has its own index.
+-- The given queues, in this order. Messages are counted lane by lane up to `cap`: fresh ones, retries, those that
+-- wait for their turn, those with an ordering key, and those in flight.
 SELECT
     n.queue,
     counted.due,
@@ -29,19 +29,14 @@ CROSS JOIN LATERAL (
         min(lane.at) FILTER (WHERE NOT lane.is_leased) AS next_due_at
     FROM (VALUES (true, '-infinity', now()), (false, now(), 'infinity')) AS span(is_past, after_at, until_at)
     CROSS JOIN LATERAL (
-        (
-            SELECT m.available_at, false FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+        SELECT found.available_at, false
+        FROM (VALUES (0), (1), (2)) AS l(number)
+        CROSS JOIN LATERAL (
+            SELECT m.available_at FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.lane = l.number AND m.state = 'pending' AND m.ordering_key IS NULL
                 AND m.available_at > span.after_at AND m.available_at <= span.until_at
             ORDER BY m.available_at LIMIT %(cap)s::bigint
-        )
-        UNION ALL
-        (
-            SELECT m.available_at, false FROM pgoutbox.message_view AS m
-            WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
-                AND m.available_at > span.after_at AND m.available_at <= span.until_at
-            ORDER BY m.available_at LIMIT %(cap)s::bigint
-        )
+        ) AS found
         UNION ALL
         (
             SELECT m.available_at, false FROM pgoutbox.message_view AS m

@@ -1,10 +1,10 @@
 -- The pending messages of the queue `l` that fall due before `l.until_at`: the `l.rows` of each part that are due first. The
--- parts are the lanes of a claim, fresh messages, retries and those with an ordering key, and each has its own index. With
+-- parts are fresh messages, retries, those that wait for their turn, and those with an ordering key. With
 -- `has_failed` an attempt has failed: snoozes, releases and postponements raise both numbers. `breaker_key` and
 -- `reason_code` are those of the last attempt.
 (
     SELECT lane.number AS part, found.*
-    FROM (VALUES (0), (1)) AS lane(number)
+    FROM (VALUES (0), (1), (2)) AS lane(number)
     CROSS JOIN LATERAL (
         SELECT
             m.id,
@@ -27,7 +27,7 @@
 UNION ALL
 (
     SELECT
-        2,
+        3,
         m.id,
         m.topic,
         m.payload_version,

@@ -7,18 +7,20 @@
     FROM named AS n
     CROSS JOIN LATERAL (
         SELECT first.*
-        FROM (VALUES (0), (1)) AS lane(number)
+        FROM (VALUES (0), (1), (2)) AS lane(number)
         CROSS JOIN LATERAL (
             SELECT m.id, m.topic FROM pgoutbox.message_live AS m
             WHERE m.queue = n.queue AND m.lane = lane.number AND m.state = 'pending' AND m.ordering_key IS NULL
             ORDER BY m.available_at, m.id LIMIT 100
         ) AS first
         UNION
-        (
+        SELECT last.*
+        FROM (VALUES (0), (2)) AS lane(number)
+        CROSS JOIN LATERAL (
             SELECT m.id, m.topic FROM pgoutbox.message_live AS m
-            WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+            WHERE m.queue = n.queue AND m.lane = lane.number AND m.state = 'pending' AND m.ordering_key IS NULL
             ORDER BY m.available_at DESC, m.id DESC LIMIT 100
-        )
+        ) AS last
         UNION
         (
             SELECT m.id, m.topic FROM pgoutbox.message_live AS m

@@ -16,16 +16,18 @@ FROM (
         FROM unnest(%(names)s::text[]) AS named(queue)
     ) AS l
     CROSS JOIN LATERAL (
-        -- Each of them has been attempted.
-        (
-            SELECT 1 AS part, m.breaker_key, m.reason_code, m.first_attempt_at
+        -- Each of them has been attempted. Those with a fair key wait for another turn.
+        SELECT lane.number AS part, found.*
+        FROM (VALUES (1), (2)) AS lane(number)
+        CROSS JOIN LATERAL (
+            SELECT m.breaker_key, m.reason_code, m.first_attempt_at
             FROM pgoutbox.message_view AS m
-            WHERE m.queue = l.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
+            WHERE m.queue = l.queue AND m.lane = lane.number AND m.state = 'pending' AND m.ordering_key IS NULL
             ORDER BY m.available_at LIMIT l.rows
-        )
+        ) AS found
         UNION ALL
         (
-            SELECT 2, m.breaker_key, m.reason_code, m.first_attempt_at
+            SELECT 3, m.breaker_key, m.reason_code, m.first_attempt_at
             FROM pgoutbox.message_view AS m
             WHERE m.queue = l.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
                 -- Always true: it permits the index message_live_ordered_due.

@@ -18,7 +18,7 @@ AND (
     OR m.destination IN (%(destination)s::text, 'mailto:' || %(destination)s::text)
 )
 AND (%(owner)s::text IS NULL OR m.owner = %(owner)s::text)
-AND (%(key)s::text IS NULL OR %(key)s::text IN (m.coalesce_key, m.dedupe_key, m.ordering_key))
+AND (%(key)s::text IS NULL OR %(key)s::text IN (m.coalesce_key, m.dedupe_key, m.ordering_key, m.fair_key))
 -- A text is searched literally, without wildcards. Payloads are not searched: hidden values could be guessed letter by
 -- letter.
 AND (
@@ -31,6 +31,7 @@ AND (
                 m.coalesce_key,
                 m.dedupe_key,
                 m.ordering_key,
+                m.fair_key,
                 m.owner,
                 m.skip_reason,
                 m.last_error

@@ -6,6 +6,7 @@ SELECT
         'waits_for', waiting.waits_for,
         'waits_until', waiting.until,
         'handled_as', waiting.handled_as,
+        'cap', waiting.cap,
         'last_error', left(m.last_error, %(characters)s::integer),
         'headers', left(as_text.headers, %(characters)s::integer),
         'headers_bytes', octet_length(as_text.headers),
@@ -17,5 +18,5 @@ FROM m
 CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
 -- With m.id, which is not a constant, the view would be read for all messages.
 LEFT JOIN LATERAL (
-    SELECT w.reason, w.waits_for, w.until, w.handled_as FROM pgoutbox.waiting_view AS w WHERE w.id = %(id)s::bigint
+    SELECT w.reason, w.waits_for, w.until, w.handled_as, w.cap FROM pgoutbox.waiting_view AS w WHERE w.id = %(id)s::bigint
 ) AS waiting ON m.state = 'pending'

@@ -14,6 +14,7 @@ SELECT
     m.finished_at,
     m.coalesce_key,
     m.dedupe_key,
+    m.fair_key,
     m.skip_reason,
     m.last_error
 FROM pgoutbox.message_view AS m

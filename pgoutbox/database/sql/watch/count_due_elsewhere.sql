@@ -16,22 +16,17 @@ CROSS JOIN LATERAL (
     FROM (
         SELECT row_number() OVER (PARTITION BY lane.number) AS number
         FROM (
-            (
-                SELECT 0 FROM pgoutbox.message_view AS m
-                WHERE m.queue = n.queue AND m.lane = 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+            SELECT found.*
+            FROM (VALUES (0), (1), (2)) AS l(number)
+            CROSS JOIN LATERAL (
+                SELECT l.number FROM pgoutbox.message_view AS m
+                WHERE m.queue = n.queue AND m.lane = l.number AND m.state = 'pending' AND m.ordering_key IS NULL
                     AND m.available_at <= now()
                 ORDER BY m.available_at LIMIT %(cap)s::bigint
-            )
+            ) AS found
             UNION ALL
             (
-                SELECT 1 FROM pgoutbox.message_view AS m
-                WHERE m.queue = n.queue AND m.lane = 1 AND m.state = 'pending' AND m.ordering_key IS NULL
-                    AND m.available_at <= now()
-                ORDER BY m.available_at LIMIT %(cap)s::bigint
-            )
-            UNION ALL
-            (
-                SELECT 2 FROM pgoutbox.message_view AS m
+                SELECT 3 FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
                     AND m.available_at <= now()
                     -- Always true: it permits the index message_live_ordered_due.
