@@ -214,7 +214,9 @@ class FilterOptions(AppOptions):
     queue: InQueue = None
     destination: Annotated[str | None, typer.Option(help="Only messages to this URI or e-mail address.")] = None
     owner: Annotated[str | None, typer.Option(help="Only messages of this owner.")] = None
-    key: Annotated[str | None, typer.Option(help="Only messages with this coalesce, dedupe, ordering or fair key.")] = None
+    key: Annotated[str | None, typer.Option(help="Only messages with this coalesce, dedupe, ordering or fair key.")] = (
+        None
+    )
     text: Annotated[
         str | None, typer.Option(help="Only messages with this text in the destination, the owner, a key or the error.")
     ] = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pgoutbox.cli.arguments import MAX_RATE_COUNT, parse_queue
+from pgoutbox.cli.arguments import MAX_RATE_COUNT, parse_queue, parse_rate
 from pgoutbox.cli.console import print_json, print_line, print_note, print_table, print_warning
 from pgoutbox.cli.options import Options, Yes, command, open_operator
 from pgoutbox.cli.program import confirm_unknown
@@ -54,6 +54,9 @@ def share(
     max_in_flight: Annotated[
         int | None, typer.Option(min=0, max=MAX_RATE_COUNT, help="Maximum number of messages in flight.")
     ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Most messages that get their turn in a period, such as 60/hour.")
+    ] = None,
     pause: Annotated[bool, typer.Option("--pause", help="Give it no more turns: --max-in-flight 0.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Give it the share of the queue again.")] = False,
     yes: Yes = False,
@@ -65,12 +68,17 @@ def share(
     about a queue without messages.
     """
     given = [pause, reset, max_in_flight is not None]
-    if not (any(given) or weight is not None) or sum(given) > 1 or (reset and weight is not None):
-        raise typer.BadParameter("give --weight and one of --max-in-flight and --pause, or only --reset")
+    values = [weight, rate]
+    if not (any(given) or any(values)) or sum(given) > 1 or (reset and any(values)):
+        raise typer.BadParameter("give --weight, --rate and one of --max-in-flight and --pause, or only --reset")
+    new_rate = None if rate is None else parse_rate(rate)
+    if rate is not None and new_rate is None:
+        raise typer.BadParameter("--rate: none is not a rate of a key: --reset removes its share")
     with open_operator(options.settings) as operator:
         if sys.stdin.isatty():  # A script sets shares before the first messages.
             confirm_unknown(operator, "queue", queue, "share", yes=yes)
-        changed = operator.set_fair_share(queue, key, weight=weight, max_in_flight=0 if pause else max_in_flight)
+        most = 0 if pause else max_in_flight
+        changed = operator.set_fair_share(queue, key, weight=weight, max_in_flight=most, rate=new_rate)
         found = operator.list_fair_keys(queue, prefix=key, limit=1).keys if key is not None else []
     shown = [one for one in found if one.key == key]
     if options.as_json:
@@ -93,10 +101,11 @@ def _print_keys(found: list[FairKey]) -> None:
             None if one.oldest_due_seconds is None else duration(one.oldest_due_seconds),
             one.weight,
             one.limit,
+            one.rate,
         )
         for one in found
     ]
-    print_table(("key", "due", "in_flight", "oldest_due", "weight", "limit"), rows)
+    print_table(("key", "due", "in_flight", "oldest_due", "weight", "limit", "rate"), rows)
 
 
 def _capped(count: int) -> str:

@@ -233,15 +233,16 @@ def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     return Rate(count, PERIODS[period]), burst
 
 
-def share_of(form: Given) -> tuple[str | None, int | None, int | None]:
-    """Return a fair key, its weight and its limit in flight. The form has buttons to pause it and to reset both."""
+def share_of(form: Given) -> tuple[str | None, int | None, int | None, Rate | None]:
+    """Return a fair key, its weight, its limit in flight and its rate. The form has buttons to pause and reset it."""
     key = form.get("key") or None
     check_storable("key", key or "")
     do = choice_of(form, "do", ("set", "pause", "reset"))
     if do == "reset":
-        return key, None, None
+        return key, None, None, None
     weight = number_of(form, "weight", at_most=1_000)
     most = 0 if do == "pause" else number_of(form, "in_flight", at_least=0, at_most=1_000_000)
-    if weight is None and most is None:
-        raise ArgumentError("weight", "give a weight or a limit in flight")
-    return key, weight, most
+    rate, _ = rate_of(form)
+    if weight is None and most is None and rate is None:
+        raise ArgumentError("weight", "give a weight, a limit in flight or a rate")
+    return key, weight, most, rate

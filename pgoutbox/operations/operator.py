@@ -699,18 +699,29 @@ class Operator:
         return FairKeys([FairKey._make(row[:-1]) for row in rows], rows[0][-1] if rows else 0)
 
     def set_fair_share(
-        self, queue: str, fair_key: str | None = None, *, weight: int | None = None, max_in_flight: int | None = None
+        self,
+        queue: str,
+        fair_key: str | None = None,
+        *,
+        weight: int | None = None,
+        max_in_flight: int | None = None,
+        rate: Rate | None = None,
     ) -> bool:
-        """Set how many messages of a fair key get each turn, and how many may be in flight, in all workers together.
+        """Set how many messages of a fair key get each turn, may be in flight, and get their turn in a period.
 
-        None leaves a value as it is. Without both, the key gets the share of its queue again. Without a key, this is
-        the share of all keys of the queue that have no own one. The weight is from 1 to 1,000. The limit is from 0 to
-        1,000,000: 0 pauses the key, and messages that already have their turn continue. Returns False if nothing
-        changes. Raises `ArgumentError`.
+        All hold for all workers together. None leaves a value as it is. Without values, the key gets the share of its
+        queue again. Without a key, this is the share of all keys of the queue that have no own one. The weight is from
+        1 to 1,000. The limit is from 0 to 1,000,000: 0 pauses the key, and messages that already have their turn
+        continue. The rate spreads the turns over its period, of whole seconds and up to 30 days: one turn comes at
+        once. Returns False if nothing changes. Raises `ArgumentError`.
 
             operator.set_fair_share("mail", "acme", max_in_flight=0)
         """
+        if rate is not None and rate.seconds != int(rate.seconds):
+            raise ArgumentError("rate", f"must be for whole seconds; got {rate.seconds}")
+        count, seconds = (None, None) if rate is None else (rate.count, int(rate.seconds))
         share = {"queue": queue, "fair_key": fair_key, "weight": weight, "max_in_flight": max_in_flight}
+        share |= {"rate_count": count, "rate_seconds": seconds}
         ((has_changed,),) = self._act(sql.SET_FAIR_SHARE, share)
         return bool(has_changed)
 

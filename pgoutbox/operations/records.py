@@ -189,7 +189,8 @@ class Suppression(NamedTuple):
 class FairKey(NamedTuple):
     """A fair key of a queue, with the share that holds for it: its own one, or that of its queue.
 
-    `due` messages wait for their turn, those `in_flight` have it and have not ended. Each number stops at 10,000.
+    `due` messages wait for their turn, those `in_flight` have it and have not ended. Each number stops at 10,000. After
+    `permit_seconds`, the rate permits the next one its turn.
     """
 
     key: str
@@ -199,6 +200,14 @@ class FairKey(NamedTuple):
     oldest_due_seconds: float | None
     weight: int
     max_in_flight: int | None
+    rate_count: int | None = None
+    rate_seconds: int | None = None
+    permit_seconds: float | None = None
+
+    @property
+    def rate(self) -> str:
+        """The rate in words."""
+        return "none" if self.rate_count is None else f"{self.rate_count:,} in {self.rate_seconds:,} s"
 
     @property
     def limit(self) -> str:

@@ -1497,12 +1497,15 @@ class TestDeciding:
         enqueue(database, fair_key="acme")
         enqueue(database, fair_key="big")
         database.execute("UPDATE pgoutbox.message SET available_at = now() - interval '1 h' WHERE fair_key = 'acme'")
-        head = "key\tdue\tin_flight\toldest_due\tweight\tlimit\n"
-        assert cli("share", "default", "acme", "--pause").out == f"{head}acme\t1\t0\t60 min\t1\tpaused\n"
+        head = "key\tdue\tin_flight\toldest_due\tweight\tlimit\trate\n"
+        assert cli("share", "default", "acme", "--pause").out == f"{head}acme\t1\t0\t60 min\t1\tpaused\tnone\n"
         assert cli("share", "default", "--weight", "3", "--max-in-flight", "2000").out == (
             "queue default, keys without an own share: changed\n"
         )
-        assert cli("keys", "default").out == (f"{head}acme\t1\t0\t60 min\t3\tpaused\nbig\t1\t0\t0 s\t3\t2,000\n")
+        assert cli("keys", "default").out == (
+            f"{head}acme\t1\t0\t60 min\t3\tpaused\tnone\nbig\t1\t0\t0 s\t3\t2,000\tnone\n"
+        )
+        assert "\t3\tpaused\t60 in 3,600 s\n" in cli("share", "default", "acme", "--rate", "60/hour").out
         few = cli("keys", "default", "--limit", "1")
         assert few.err == "left out: 1 more key with a shorter wait; raise --limit, or give a START\n"
         done = cli("share", "default", "acme", "--reset", "--json").json
@@ -1522,10 +1525,13 @@ class TestDeciding:
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            ((), "give --weight and one of --max-in-flight and --pause, or only --reset"),
-            (("--pause", "--max-in-flight", "1"), "give --weight and one of"),
-            (("--pause", "--reset"), "give --weight and one of"),
-            (("--weight", "2", "--reset"), "give --weight and one of"),
+            ((), "give --weight, --rate and one of --max-in-flight and --pause, or only --reset"),
+            (("--pause", "--max-in-flight", "1"), "give --weight, --rate and one of"),
+            (("--pause", "--reset"), "give --weight, --rate and one of"),
+            (("--weight", "2", "--reset"), "give --weight, --rate and one of"),
+            (("--rate", "2/s", "--reset"), "give --weight, --rate and one of"),
+            (("--rate", "none"), "--reset removes its share"),
+            (("--rate", "2"), "is not a rate"),
             (("--weight", "0"), "--weight"),
             (("--weight", "1001"), "--weight"),
             (("--max-in-flight", "-1"), "--max-in-flight"),

@@ -1233,7 +1233,12 @@ def test_without_an_outbox_the_page_says_how_to_give_one(site: Site, db: psycopg
 
 
 def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> None:
-    assert fields_of(get(shop.ada, "/enqueue?topic=mail.welcome")) == {"payload", "coalesce_key", "ordering_key"}
+    assert fields_of(get(shop.ada, "/enqueue?topic=mail.welcome")) == {
+        "payload",
+        "coalesce_key",
+        "ordering_key",
+        "fair_key",
+    }
     assert fields_of(get(shop.ada, "/enqueue?topic=mail.loose")) == {
         "payload", "destination", "owner", "dedupe_key", "delay", "unit",
     }  # fmt: skip
@@ -2647,7 +2652,7 @@ def test_the_page_of_fair_keys_shows_those_that_wait_longest_first(site: Site, d
     assert "/queues/bulk/keys" in get(site.vera, "/queues?queue=bulk").values("a", "href")
     page = get(site.vera, "/queues/bulk/keys")
     assert "3 of 3 keys those that wait longest first" in page.words
-    assert "zeta 1 0 3 h 3 paused acme 1 0 5 min 1 none <b> 1 0" in page.words
+    assert "zeta 1 0 3 h 3 paused none acme 1 0 5 min 1 none none <b> 1 0" in page.words
     assert [form.action for form in page.forms if "share" in form.action] == []
     page = get(site.vera, "/queues/bulk/keys?start=ac")
     assert "1 of 1 key beginning with ac" in page.words
@@ -2665,7 +2670,9 @@ def test_the_page_of_a_message_links_to_its_fair_key(site: Site, db: psycopg.Con
     Operator(db).set_fair_share("bulk", "a&b", max_in_flight=0)
     page = get(site.vera, f"/messages/{message_id}")
     assert "Waits: its fair key a&b is paused (see the key)." in page.words
-    assert ids_on(get(site.vera, "/messages?key=a%26b")) == ids_on(get(site.vera, "/messages?text=a%26")) == [message_id]
+    assert (
+        ids_on(get(site.vera, "/messages?key=a%26b")) == ids_on(get(site.vera, "/messages?text=a%26")) == [message_id]
+    )
     Operator(db).set_fair_share("bulk", "a&b")
     db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{bulk}', '{mail}')")
     page = get(site.vera, f"/messages/{message_id}")
@@ -2689,16 +2696,25 @@ def test_an_operator_changes_the_share_of_a_key(site: Site, db: psycopg.Connecti
     for given, said in (
         ({"do": "pause"}, "The share applies from the next turn."),
         ({"do": "pause"}, "The share was the same before."),
-        ({"do": "set", "weight": "4", "in_flight": "9"}, "acme 1 0 5 min 4 9"),
+        ({"do": "set", "weight": "4", "in_flight": "9"}, "acme 1 0 5 min 4 9 none"),
+        ({"do": "set", "rate": "5", "per": "minute"}, "acme 1 0 5 min 4 9 5 in 60 s"),
         ({"do": "reset"}, "acme 1 0 5 min 1 none"),
         ({"key": "", "do": "set", "weight": "2"}, "acme 1 0 5 min 2 none"),
     ):
         answer = site.ada.post(form.action, data={**form.fields, "key": "acme", **given}, follow_redirects=True)
         assert said in Page(answer.text).words
     assert [(row[2], row[0]) for row in audit_of(db)] == [
-        ("pause", "ada"), ("resume", "ada"), ("limit", "ada"), ("limit", "ada"),
+        ("pause", "ada"), ("resume", "ada"), ("limit", "ada"), ("limit", "ada"), ("limit", "ada"),
     ]  # fmt: skip
-    for wrong in ({}, {"weight": "0"}, {"weight": "x"}, {"in_flight": "1000001"}, {"do": "no"}, {"key": "k" * 513}):
+    for wrong in (
+        {},
+        {"weight": "0"},
+        {"weight": "x"},
+        {"rate": "0"},
+        {"in_flight": "1000001"},
+        {"do": "no"},
+        {"key": "k" * 513},
+    ):
         data = {"key": "acme", "do": "set", **({"weight": "1"} if "key" in wrong else {}), **wrong}
         assert site.ada.post(form.action, data=data).status_code == 422, wrong
 

@@ -199,7 +199,7 @@ def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
         ("SELECT pgoutbox.resume_topic('news')", ("resume", None, None, None, {"topic": "news"})),
         (
             "SELECT pgoutbox.set_fair_share('bulk', 'acme', max_in_flight => 0)",
-            ("pause", "bulk", None, None, {"fair_key": "acme", "weight": "none", "max_in_flight": 0}),
+            ("pause", "bulk", None, None, {"fair_key": "acme", "weight": "none", "max_in_flight": 0, "rate": "none"}),
         ),
         ("SELECT pgoutbox.close_breaker('smtp')", ("breaker", None, None, None, {"key": "smtp"})),
         (

@@ -19,6 +19,7 @@ from pgoutbox.operations import (
     MessageFilter,
     MessageResult,
     Operator,
+    Rate,
     ShownMessage,
 )
 from pgoutbox.operations.acts import ACTS
@@ -224,7 +225,7 @@ class TestShow:
         counts = {"headers_bytes", "payload_bytes", "content_bytes"}
         # In the tables claim, cancel_request and content, and in the view of waiting messages.
         elsewhere = {"lease_expires_at", "cancel_requested_at", "content", "waits", "waits_for", "waits_until"}
-        elsewhere.add("handled_as")
+        elsewhere |= {"handled_as", "cap"}
         # They follow from the attempts, the state and the keys, or are returned apart.
         repeated = {"lane", "key_in_flight", "attempts"}
         assert columns == {*ShownMessage._fields, "attempt_budget", *repeated} - counts - elsewhere
@@ -833,7 +834,7 @@ class TestFairShares:
         assert acts.set_fair_share("default", "acme", weight=5)
         assert acts.set_fair_share("default", "acme", max_in_flight=0)
         assert not acts.set_fair_share("default", "acme", max_in_flight=0)
-        assert shares_of(operator) == [("acme", 5, 0)]
+        assert shares_of(operator) == [("", None, None), ("acme", 5, 0)]
         assert acts.set_fair_share("default", "acme", max_in_flight=20)
         assert acts.set_fair_share("default", weight=2, max_in_flight=50)
         assert shares_of(operator) == [("", 2, 50), ("acme", 5, 20)]
@@ -842,12 +843,12 @@ class TestFairShares:
         assert acts.set_fair_share("default")
         assert shares_of(operator) == [("", None, None)]
         assert [(act.action, act.queue, act.details) for act in reversed(acts.list_acts())] == [
-            ("limit", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": "none"}),
-            ("pause", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 0}),
-            ("resume", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 20}),
-            ("limit", "default", {"weight": 2, "max_in_flight": 50}),
-            ("limit", "default", {"fair_key": "acme", "weight": "none", "max_in_flight": "none"}),
-            ("limit", "default", {"weight": "none", "max_in_flight": "none"}),
+            ("limit", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": "none", "rate": "none"}),
+            ("pause", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 0, "rate": "none"}),
+            ("resume", "default", {"fair_key": "acme", "weight": 5, "max_in_flight": 20, "rate": "none"}),
+            ("limit", "default", {"weight": 2, "max_in_flight": 50, "rate": "none"}),
+            ("limit", "default", {"fair_key": "acme", "weight": "none", "max_in_flight": "none", "rate": "none"}),
+            ("limit", "default", {"weight": "none", "max_in_flight": "none", "rate": "none"}),
         ]
 
     def test_the_turn_of_the_keys_survives_all_acts(self, operator: psycopg.Connection) -> None:
@@ -867,6 +868,9 @@ class TestFairShares:
             ({"weight": 1001}, "weight: must be from 1 to 1000"),
             ({"max_in_flight": -1}, "max_in_flight: must be from 0 to 1000000"),
             ({"max_in_flight": 1_000_001}, "max_in_flight: must be from 0 to 1000000"),
+            ({"rate": Rate(0, 1)}, "rate_count: must be from 1 to 1000000"),
+            ({"rate": Rate(1, 2_592_001)}, "rate_seconds: must be from 1 to 2592000"),
+            ({"rate": Rate(1, 0.5)}, r"rate: must be for whole seconds; got 0\.5"),
         ],
     )
     def test_an_invalid_share_is_refused(
@@ -874,6 +878,53 @@ class TestFairShares:
     ) -> None:
         with pytest.raises(ArgumentError, match=f"^{problem}"):
             Operator(rolled_back).set_fair_share(**{"queue": "mail", "weight": 1, **share})
+
+    def test_half_a_rate_is_refused(self, rolled_back: psycopg.Connection) -> None:
+        for half in ("rate_count", "rate_seconds"):
+            with (
+                pytest.raises(psycopg.errors.InvalidParameterValue, match="rate_count: needs rate_seconds"),
+                rolled_back.transaction(),
+            ):
+                rolled_back.execute(f"SELECT pgoutbox.set_fair_share('mail', 'acme', {half} => 1)".encode())
+
+    def test_a_rate_is_set_beside_the_other_values(self, operator: psycopg.Connection) -> None:
+        acts = Operator(operator)
+        assert acts.set_fair_share("default", "acme", rate=Rate(10, 60))
+        assert acts.set_fair_share("default", "acme", weight=2)
+        assert acts.set_fair_share("default", rate=Rate(1, 3600))
+        assert not acts.set_fair_share("default", "acme", rate=Rate(10, 60))
+        put_fair(operator, "big", 1)
+        found = {one.key: (one.weight, one.rate) for one in acts.list_fair_keys("default").keys}
+        assert found == {"acme": (2, "10 in 60 s"), "big": (1, "1 in 3,600 s")}
+        assert acts.list_acts()[-1].details["rate"] == "10 in 60 s"
+
+    def test_a_reset_gives_no_turn_that_the_rate_has_given(self, operator: psycopg.Connection) -> None:
+        acts = Operator(operator)
+        acts.set_fair_share("default", "acme", rate=Rate(1, 3600))
+        for _ in range(3):
+            put_fair(operator, "acme", 1)
+        give = "SELECT admitted_count FROM pgoutbox._give_turns('default', '{mail}', 5)"
+        assert operator.execute(give).fetchone() == (1,)
+        assert [3000 < (one.permit_seconds or 0) < 3600 for one in acts.list_fair_keys("default").keys] == [True]
+        acts.set_fair_share("default", "acme")
+        acts.set_fair_share("default", "acme", rate=Rate(1, 3600))
+        assert operator.execute(give).fetchone() == (0,)
+        acts.set_fair_share("default", "acme")
+        operator.execute("DELETE FROM pgoutbox.message")
+        assert acts.list_fair_keys("default").keys == [], "a row without values is no share"
+        operator.execute("UPDATE pgoutbox.fair_share SET spent_at = now() - interval '1 s'")
+        operator.execute("SELECT pgoutbox._forget_requests()")
+        assert shares_of(operator) == [("", None, None)]
+
+    def test_two_first_acts_on_a_key_keep_both_values(self, operator: psycopg.Connection, connect: Connect) -> None:
+        other = connect()
+        other.execute("SELECT pgoutbox.set_fair_share('default', 'acme', weight => 5)")
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(Operator(operator).set_fair_share, "default", "acme", max_in_flight=7)
+            until_blocked(connect(autocommit=True), operator, second)
+            other.commit()
+            assert second.result()
+        assert shares_of(operator) == [("", None, None), ("acme", 5, 7)]
 
     def test_only_a_share_that_allows_messages_wakes_a_sleeping_worker(
         self, operator: psycopg.Connection, connect: Connect

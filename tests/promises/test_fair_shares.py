@@ -483,3 +483,29 @@ async def test_a_paused_key_waits_until_it_gets_a_limit_and_no_other_key_does(ds
         operator.set_fair_share("default", "paused", max_in_flight=1)
         await until(lambda: len(sent) == 6)
     assert db.execute("SELECT count(*) FROM pgoutbox.message_live").fetchall() == [(0,)]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_change_of_a_share_that_stays_open_holds_back_no_other_message(
+    dsn: str, db: psycopg.Connection, connect: Connect, *, is_first: bool
+) -> None:
+    """The turns of its queue wait for it, and go on after its end."""
+    outbox = Outbox(settings_for(dsn, concurrency=5, lock_timeout_seconds=600))
+    sent: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        sent.append(message.id)
+
+    if not is_first:
+        Operator(db).set_fair_share("default", weight=2)
+    changing = connect()
+    changing.execute("SELECT pgoutbox.set_fair_share('default', 'acme', weight => 3)")
+    keyed, other, elsewhere = put(db, "acme"), put(db, None), put(db, "acme", queue="mail")
+    async with running(Worker(outbox, queues=["default", "mail"])):
+        await until(lambda: {*other, *elsewhere} <= {*sent})
+        later = put(db, None)
+        await until(lambda: {*later} <= {*sent})
+        assert not {*keyed} & {*sent}
+        changing.commit()
+        await until(lambda: {*keyed} <= {*sent})

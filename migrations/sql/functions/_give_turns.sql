@@ -19,6 +19,7 @@ SET enable_hashjoin = off
 SET enable_mergejoin = off
 SET enable_bitmapscan = off
 SET jit = off
+SET lock_timeout = '20ms'
 AS $function$
 #variable_conflict use_column
 DECLARE
@@ -31,12 +32,19 @@ DECLARE
     taken record;
     left_count bigint;
 BEGIN
-    INSERT INTO pgoutbox.fair_share (queue) VALUES (_give_turns.queue) ON CONFLICT DO NOTHING;
-    SELECT s.after_key
-    INTO place
-    FROM pgoutbox.fair_share AS s
-    WHERE s.queue = _give_turns.queue AND s.fair_key = ''
-    FOR UPDATE;
+    admitted_count := 0;
+    BEGIN
+        INSERT INTO pgoutbox.fair_share (queue) VALUES (_give_turns.queue) ON CONFLICT DO NOTHING;
+        SELECT s.after_key
+        INTO place
+        FROM pgoutbox.fair_share AS s
+        WHERE s.queue = _give_turns.queue AND s.fair_key = ''
+        FOR UPDATE;
+    EXCEPTION WHEN lock_not_available THEN
+        -- A session that changes the share has not committed: other messages go on.
+        is_waiting := true;
+        RETURN;
+    END;
     first_place := place;
     -- From here on each statement sees what the worker before has written.
     paused_topics := ARRAY(SELECT p.topic FROM pgoutbox.topic_pause_view AS p);
@@ -53,7 +61,6 @@ BEGIN
             LIMIT total
         ) AS ready
     );
-    admitted_count := 0;
     LOOP
         EXIT WHEN left_count <= 0;
         WITH RECURSIVE visited(key, number, is_wrapped) AS (

@@ -18,7 +18,7 @@ CREATE TABLE pgoutbox.fair_share (
         AND weight BETWEEN 1 AND 1000
         AND max_in_flight BETWEEN 0 AND 1000000
         AND rate_count BETWEEN 1 AND 1000000
-        AND rate_seconds BETWEEN 1 AND 86400
+        AND rate_seconds BETWEEN 1 AND 2592000
         AND (rate_count IS NULL) = (rate_seconds IS NULL)
     )
 );

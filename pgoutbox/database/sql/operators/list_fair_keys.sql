@@ -43,6 +43,25 @@ WITH RECURSIVE visited(key, number) AS (
         )
     ) AS due(oldest_at)
     WHERE v.number > 0
+        AND (
+            due.oldest_at IS NOT NULL
+            -- A row without values says nothing of the key but the turns that the rate of its queue has given.
+            OR EXISTS (
+                SELECT FROM pgoutbox.fair_share_view AS s
+                WHERE s.queue = %(queue)s::text AND s.fair_key = v.key
+                    AND num_nonnulls(s.weight, s.max_in_flight, s.rate_count) > 0
+            )
+            OR EXISTS (
+                SELECT FROM pgoutbox.message_view AS m
+                WHERE m.queue = %(queue)s::text AND m.fair_key = v.key AND m.lane < 2
+                    AND m.state IN ('pending', 'sending')
+            )
+            OR EXISTS (
+                SELECT FROM pgoutbox.message_view AS m
+                WHERE m.queue = %(queue)s::text AND m.fair_key = v.key AND m.lane = 2
+                    AND m.state IN ('pending', 'sending')
+            )
+        )
     ORDER BY v.key <> %(prefix)s::text, due.oldest_at, v.key
     LIMIT %(limit)s::bigint
 )
@@ -67,10 +86,21 @@ SELECT
     ) AS in_flight,
     l.oldest_at AS oldest_due_at,
     extract(epoch FROM now() - l.oldest_at)::float8 AS oldest_due_seconds,
-    coalesce(own.weight, common.weight, 1) AS weight,
+    share.weight,
     coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
+    share.rate_count,
+    share.rate_seconds,
+    -- As in _give_turns: a turn at once, and then one after the other.
+    greatest(0, extract(epoch FROM own.spent_at - now()) - (share.weight - 1) * share.rate_seconds / share.rate_count::float8)
+        AS permit_seconds,
     l.key_count
 FROM longest AS l
 LEFT JOIN pgoutbox.fair_share_view AS own ON own.queue = %(queue)s::text AND own.fair_key = l.key
 LEFT JOIN pgoutbox.fair_share_view AS common ON common.queue = %(queue)s::text AND common.fair_key = ''
+CROSS JOIN LATERAL (
+    SELECT
+        coalesce(own.weight, common.weight, 1) AS weight,
+        CASE WHEN own.rate_count IS NULL THEN common.rate_count ELSE own.rate_count END AS rate_count,
+        CASE WHEN own.rate_count IS NULL THEN common.rate_seconds ELSE own.rate_seconds END AS rate_seconds
+) AS share
 ORDER BY l.key <> %(prefix)s::text, l.oldest_at, l.key
