@@ -559,8 +559,10 @@ def check_shares(context: DoctorContext) -> Iterator[Finding]:
             row
             for row in rows
             if (row["oldest_due_seconds"] or 0) > seconds
-            and row["max_in_flight"] is not None
-            and row["in_flight"] >= row["max_in_flight"]
+            and (
+                (row["max_in_flight"] is not None and row["in_flight"] >= row["max_in_flight"])
+                or (row["permit_seconds"] or 0) > 0
+            )
         ]
         for code, state, is_paused in (("keys-paused", "paused", True), ("keys-limited", "at their limit", False)):
             if few := [row for row in late if (row["max_in_flight"] == 0) is is_paused]:
@@ -572,9 +574,11 @@ def check_shares(context: DoctorContext) -> Iterator[Finding]:
                     code,
                     f"queue {queue}: {pluralize(len(few), 'fair key')} {state}, the oldest message due for "
                     f"{duration(few[0]['oldest_due_seconds'])}: {join_names(names)}",
-                    "their messages wait for a turn" if is_paused else "they get a turn only if one of theirs ends",
-                    f"raise its limit: {share} --max-in-flight N; or with --reset, give it the share of the queue; "
-                    f"pgoutbox keys {queue} lists all keys",
+                    "their messages wait for a turn"
+                    if is_paused
+                    else "they get turns as their limit and their rate allow",
+                    f"raise its limit: {share} --max-in-flight N, or --rate N/s; or with --reset, give it the share of "
+                    f"the queue; pgoutbox keys {queue} lists all keys",
                     messages=Count(sum(row["due"] for row in few), "at least"),
                     queue=queue,
                 )

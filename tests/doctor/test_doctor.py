@@ -1128,6 +1128,15 @@ class TestShares:
             "'a b' --max-in-flight",
         )
 
+    def test_a_key_whose_rate_is_used_up_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        for _ in range(2):
+            enqueue(db, fair_key="acme")
+        db.execute(HOUR_AGO)
+        db.execute("SELECT pgoutbox.set_fair_share('default', rate_count => 1, rate_seconds => 3600)")
+        assert levels(found(dsn, "shares")) == ["ok"]
+        db.execute("SELECT pgoutbox._give_turns('default', '{greet}', 5)")
+        expect(found(dsn, "shares"), Level.WARNING, "keys-limited", "1 fair key at their limit", "60 min: acme")
+
 
 class TestDue:
     """Tests due messages that no worker claims, and the reported reason."""

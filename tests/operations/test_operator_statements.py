@@ -896,7 +896,7 @@ class TestFairShares:
         put_fair(operator, "big", 1)
         found = {one.key: (one.weight, one.rate) for one in acts.list_fair_keys("default").keys}
         assert found == {"acme": (2, "10 in 60 s"), "big": (1, "1 in 3,600 s")}
-        assert acts.list_acts()[-1].details["rate"] == "10 in 60 s"
+        assert (acts.list_acts()[-1].details or {})["rate"] == "10 in 60 s"
 
     def test_a_reset_gives_no_turn_that_the_rate_has_given(self, operator: psycopg.Connection) -> None:
         acts = Operator(operator)
