@@ -69,7 +69,8 @@ def test_a_model_without_a_finite_example_has_a_start(model: type[BaseModel] | N
 
 def test_an_ordering_key_is_not_open_beside_a_coalesce_key() -> None:
     assert open_options(Topic("a")) == (
-        "destination", "owner", "coalesce_key", "dedupe_key", "ordering_key", "delay",
+        "destination", "owner", "coalesce_key", "dedupe_key", "ordering_key", "fair_key", "delay",
     )  # fmt: skip
-    assert open_options(Topic("a", coalesce_key=str, delay=5)) == ("destination", "owner", "dedupe_key")
+    assert open_options(Topic("a", coalesce_key=str, delay=5)) == ("destination", "owner", "dedupe_key", "fair_key")
+    assert "ordering_key" not in open_options(Topic("a", fair_key=str))
     assert open_options(Topic("a", ordering_key=str, destination="tel:1")) == ("owner", "dedupe_key", "delay")

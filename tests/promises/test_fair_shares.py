@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, LiteralString
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, Permanent, Transient, Worker
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Transient, Worker
 from pgoutbox.operations import Operator
-from pgoutbox.retry import RetryPolicy
 from tests.support.outbox_actions import attempts_of, cancel, lapse, redrive, running, settings_for, state_of
 from tests.support.waiting import until, until_idle
 from tests.support.worker_sql import claim
