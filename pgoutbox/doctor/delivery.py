@@ -320,6 +320,8 @@ def check_due(context: DoctorContext) -> Iterator[Finding]:
             what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
         if 0 < queue["paused"] * 2 <= queue["free"]:
             what = f"{what}, {queue['paused']} of them of paused topics: {join_names(queue['paused_topics'])}"
+        if 0 < queue["shared"] * 2 <= queue["free"]:
+            what = f"{what}, {queue['shared']} of them of fair keys that get no turn"
         cause = _cause_of_limits(context, queue) or _cause_of_workers(context, queue, running, runs, late)
         about = {"queue": queue["queue"], **cause.about}
         found = replace(cause, what=f"{what}: {cause.what}", about=about, messages=_count_of(queue))
@@ -378,7 +380,7 @@ def check_undelivered(context: DoctorContext) -> Iterator[Finding]:
 
 
 def _cause_of_limits(context: DoctorContext, queue: DictRow) -> Finding | None:
-    """Return the finding if a late queue is paused, at a limit, or waits for earlier messages or a breaker."""
+    """Return the finding if a late queue or its fair keys are paused or limited, or wait for others or a breaker."""
     name, why = queue["queue"], "they stay late until this is fixed"
     if queue["is_paused"]:
         return warning("due-paused", "it is paused", why, f"pgoutbox resume {name}")
@@ -432,6 +434,14 @@ def _cause_of_limits(context: DoctorContext, queue: DictRow) -> Finding | None:
             f"its limit of {queue['max_in_flight']} in flight is reached",
             why,
             f"pgoutbox limit {name} --in-flight none, or find out why attempts take so long",
+        )
+    if queue["shared"] * 2 > queue["free"]:
+        return warning(
+            "due-behind-shares",
+            f"{queue['shared']} of them of fair keys that are paused, or at their limit or their rate",
+            why,
+            f"pgoutbox keys {name} lists the keys; to raise the limit of one: pgoutbox share {name} KEY "
+            "--max-in-flight N",
         )
     return None
 

@@ -92,7 +92,7 @@ MESSAGES: Final = Metric(
 )  # fmt: skip
 OLDEST_DUE: Final = Metric(
     "oldest_due_seconds", Kind.GAUGE, ("queue", "paused"),
-    "Waiting time of the oldest due message; 0 without one. `paused` is true for a paused queue or topic.",
+    "Waiting time of the oldest due message; 0 without one. `paused` is true for a paused queue, topic or fair key.",
 )  # fmt: skip
 OLDEST_UNDELIVERED: Final = Metric(
     "oldest_undelivered_seconds", Kind.GAUGE, ("queue",),

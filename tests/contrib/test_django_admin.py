@@ -77,8 +77,8 @@ async def test_pages_show_search_and_filter_messages_in_few_queries_and_hide_val
     databases = {"default": sqlite, "mail": postgresql}
     await staff(new_project, DATABASES=databases, PGOUTBOX={"DATABASE": "mail"})
     with psycopg.connect(new_project.dsn) as connection:
-        text = "UPDATE pgoutbox.message SET owner = 'ann', last_error = 'total=59.90, password=x' WHERE id = %s"
-        connection.execute(text, [TOLD_ID])
+        change = "owner = 'ann', fair_key = 'tenant-7', last_error = 'total=59.90, password=x'"
+        connection.execute(f"UPDATE pgoutbox.message SET {change} WHERE id = %s".encode(), [TOLD_ID])
         connection.execute("UPDATE pgoutbox.message SET last_error = U&'cod.\\202Eexe' WHERE id = 9890")
         # The list searches 25,000 rows, and these are as many with those above, without the first 100.
         connection.execute(
@@ -104,7 +104,7 @@ assert (count("?state__exact=failed"), count("?state__exact=sending")) == (434, 
 assert ids("?topic=webhook.order&state__exact=failed")[:2] == [10_001, 9_890] and ids("?topic=nothing") == []
 assert ids("?queue=webhooks&p=2")[0] == 9_802
 assert ids("?q=17") == [17] and ids("?q=order-4711") == [10_001] == ids("?q=ann") and ids("?q=x") == []
-assert ids("?q=user-9990") == [9_990] and ids("?q=9999999999999999999999") == []
+assert ids("?q=tenant-7") == [10_001] and ids("?q=user-9990") == [9_990] and ids("?q=9999999999999999999999") == []
 assert ids("?created_at__lt=2000-01-01 00:00:00Z") == []
 listed = page(operator, "?queue=webhooks")
 for text in ("webhook.order", "4/11", "https://shop7.example.org/hook", "total=(redacted)"):

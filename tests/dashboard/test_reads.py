@@ -252,7 +252,7 @@ def test_queues_share_the_rows_that_are_read(
     plan = steps_of(tenants, name, {"prefix": "", "queues": 1000, "names": names} | parameters)
     reads = [step for step in all_steps(plan) if step.get("Relation Name") == "message_live"]
     rows = sum((step["Actual Rows"] + step.get("Rows Removed by Filter", 0)) * step["Actual Loops"] for step in reads)
-    assert 0 < rows <= most * 100
+    assert 0 < rows < most * 100 + 1  # A plan rounds the rows of a loop.
     compared = sum(step.get("Rows Removed by Join Filter", 0) * step["Actual Loops"] for step in all_steps(plan))
     assert compared <= most * 100, "each message is compared with each breaker"
 

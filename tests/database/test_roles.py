@@ -69,8 +69,8 @@ LIMITED: Final = (
 READ_BY_WORKERS: Final = (
     "blackout_view breaker_view cancel_request content fair_share_view home_view in_flight_view key_head "
     "maintenance_run message message_id_seq message_live message_view pulse_view queue queue_view redirect_view "
-    "retention retention_view revision schedule schedule_view topic_pause topic_pause_view worker_event_view "
-    "worker_view"
+    "retention retention_view revision schedule schedule_view topic_pause topic_pause_view waiting_view "
+    "worker_event_view worker_view"
 )
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {"revision": "SELECT"},

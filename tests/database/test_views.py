@@ -10,6 +10,7 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox import Sent, Snooze
 from pgoutbox.message import State
+from pgoutbox.operations import Operator
 from pgoutbox.redaction import REDACTED
 from tests.support.held import Held
 from tests.support.messages import PUT_FINAL, put
@@ -184,53 +185,6 @@ def the_queue_is_full(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db, queue="q"), ("max_in_flight", None, None)
 
 
-def its_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
-    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
-    return enqueue(db, queue="q", fair_key="ada"), ("share", None, None)
-
-
-def its_fair_key_has_enough_in_flight(db: psycopg.Connection) -> tuple[int, Expected]:
-    """The limit is that of all keys of the queue."""
-    db.execute("INSERT INTO pgoutbox.fair_share (queue, max_in_flight) VALUES ('q', 1)")
-    older = enqueue(db, queue="q", fair_key="ada")
-    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
-    begin(db, older)
-    return enqueue(db, queue="q", fair_key="ada"), ("share", None, None)
-
-
-def the_rate_of_its_fair_key_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
-    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, rate_count, rate_seconds) VALUES ('q', 'ada', 1, 60)")
-    enqueue(db, queue="q", fair_key="ada")
-    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
-    return enqueue(db, queue="q", fair_key="ada"), ("share", None, 60)
-
-
-def its_fair_key_has_a_part_of_its_turn_left(db: psycopg.Connection) -> tuple[int, Expected]:
-    db.execute(
-        "INSERT INTO pgoutbox.fair_share (queue, fair_key, weight, rate_count, rate_seconds)"
-        " VALUES ('q', 'ada', 2, 1, 60)"
-    )
-    enqueue(db, queue="q", fair_key="ada")
-    db.execute("SELECT pgoutbox._give_turns('q', '{greet}', 1)")
-    return enqueue(db, queue="q", fair_key="ada"), ("turn", None, None)
-
-
-def another_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
-    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
-    return enqueue(db, queue="q", fair_key="bob"), ("turn", None, None)
-
-
-def its_fair_key_is_for_later(db: psycopg.Connection) -> tuple[int, Expected]:
-    db.execute("INSERT INTO pgoutbox.fair_share (queue, fair_key, max_in_flight) VALUES ('q', 'ada', 0)")
-    message_id = enqueue(db, queue="q", fair_key="ada")
-    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [message_id])
-    return message_id, ("scheduled", None, 3600)
-
-
-def nobody_serves_the_queue_of_its_fair_key(db: psycopg.Connection) -> tuple[int, Expected]:
-    return enqueue(db, queue="unserved", fair_key="ada"), ("no worker", None, None)
-
-
 def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
     return enqueue(db), ("due", None, None)
 
@@ -280,6 +234,86 @@ def no_worker_of_its_queue_knows_its_topic(db: psycopg.Connection) -> tuple[int,
     return enqueue(db), ("no handler", None, None)
 
 
+def its_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('default', 'k', max_in_flight => 0)")
+    return enqueue(db, fair_key="k"), ("share", None, None)
+
+
+def only_another_fair_key_is_paused(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('default', max_in_flight => 0)")
+    db.execute("SELECT pgoutbox.set_fair_share('default', 'k', max_in_flight => 3)")
+    return enqueue(db, fair_key="k"), ("turn", None, None)
+
+
+def its_fair_key_is_at_its_limit(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('default', max_in_flight => 2)")
+    for key in ("k", "k", "other"):
+        begin(db, enqueue(db, fair_key=key))
+    return enqueue(db, fair_key="k"), ("share", None, None)
+
+
+def its_fair_key_is_below_its_limit(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('default', max_in_flight => 2)")
+    for key in ("k", "other", "other"):
+        begin(db, enqueue(db, fair_key=key))
+    return enqueue(db, fair_key="k"), ("turn", None, None)
+
+
+def the_rate_of_its_fair_key_is_used_up(db: psycopg.Connection) -> tuple[int, Expected]:
+    """The weight permits two at once, and then one in 50 seconds."""
+    db.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, rate_count, rate_seconds, weight) VALUES ('default', 6, 300, 2)"
+    )
+    db.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, fair_key, spent_at) VALUES ('default', 'k', now() + interval '90 s')"
+    )
+    return enqueue(db, fair_key="k"), ("share", None, 40)
+
+
+def the_rate_of_its_fair_key_permits_it(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, rate_count, rate_seconds, weight) VALUES ('default', 6, 300, 2)"
+    )
+    db.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, fair_key, spent_at) VALUES ('default', 'k', now() + interval '49 s')"
+    )
+    return enqueue(db, fair_key="k"), ("turn", None, None)
+
+
+def it_waits_for_its_turn(db: psycopg.Connection) -> tuple[int, Expected]:
+    return enqueue(db, fair_key="k"), ("turn", None, None)
+
+
+def it_has_its_turn(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db, fair_key="k")
+    db.execute("SELECT pgoutbox._give_turns('default', '{greet}', 5)")
+    db.execute("SELECT pgoutbox.set_fair_share('default', 'k', max_in_flight => 0)")
+    return message_id, ("due", None, None)
+
+
+def a_message_with_a_fair_key_is_for_later(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('default', 'k', max_in_flight => 0)")
+    message_id = enqueue(db, fair_key="k")
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [message_id])
+    return message_id, ("scheduled", None, 3600)
+
+
+def nobody_serves_the_queue_of_its_paused_fair_key(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('unserved', max_in_flight => 0)")
+    return enqueue(db, queue="unserved", fair_key="k"), ("share", None, None)
+
+
+def nobody_serves_the_queue_of_its_full_fair_key(db: psycopg.Connection) -> tuple[int, Expected]:
+    db.execute("SELECT pgoutbox.set_fair_share('unserved', max_in_flight => 1)")
+    begin(db, enqueue(db, queue="unserved", fair_key="k"), lease_seconds=-1)
+    return enqueue(db, queue="unserved", fair_key="k"), ("no worker", None, None)
+
+
+def a_run_of_today_served_its_fair_key(db: psycopg.Connection) -> tuple[int, Expected]:
+    a_run_of_today_has_served_it(db)
+    return enqueue(db, fair_key="k"), ("next run", None, None)
+
+
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, its_topic_is_paused, its_queue_and_its_topic_are_paused,
     one_of_its_pauses_has_no_end, another_topic_is_paused, the_pause_of_its_topic_is_over, it_is_for_later,
@@ -287,13 +321,16 @@ SITUATIONS = (
     its_destination_is_stalled, its_transport_is_unavailable, its_payload_is_unreadable, a_redirect_held_it_back,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent,
     a_later_one_of_its_ordering_key_is_being_sent, the_rate_is_used_up,
-    the_queue_is_full, its_fair_key_is_paused, its_fair_key_has_enough_in_flight, the_rate_of_its_fair_key_is_used_up,
-    its_fair_key_has_a_part_of_its_turn_left, another_fair_key_is_paused, its_fair_key_is_for_later,
-    nobody_serves_the_queue_of_its_fair_key, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
+    the_queue_is_full, nothing_is_in_its_way, nobody_serves_its_queue, its_worker_is_long_gone,
     a_run_of_today_has_served_it, only_a_run_of_another_queue_has_ended, the_last_run_was_days_ago,
     the_last_run_could_not_read_its_payload,
     a_run_beside_the_worker_knows_its_topic,
     no_worker_of_its_queue_knows_its_topic,
+    its_fair_key_is_paused, only_another_fair_key_is_paused, its_fair_key_is_at_its_limit,
+    its_fair_key_is_below_its_limit, the_rate_of_its_fair_key_is_used_up, the_rate_of_its_fair_key_permits_it,
+    it_waits_for_its_turn, it_has_its_turn, a_message_with_a_fair_key_is_for_later,
+    nobody_serves_the_queue_of_its_paused_fair_key, nobody_serves_the_queue_of_its_full_fair_key,
+    a_run_of_today_served_its_fair_key,
 )  # fmt: skip
 
 
@@ -313,6 +350,31 @@ async def test_the_view_gives_the_reason_and_a_run_takes_due_messages(
     assert (message_id in {taken for taken, _ in held.begun}) == (
         expected[0] in CLAIMABLE or situation is the_last_run_could_not_read_its_payload
     )
+
+
+def test_a_message_that_waits_for_its_share_names_its_fair_key_and_the_cap(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(REPORT, ("w", ["default"], ["greet"]))
+    rolled_back.execute("SELECT pgoutbox.set_fair_share('default', 'none', max_in_flight => 0)")
+    rolled_back.execute("SELECT pgoutbox.set_fair_share('default', 'few', max_in_flight => 1)")
+    begin(rolled_back, enqueue(rolled_back, fair_key="few"))
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.fair_share (queue, fair_key, rate_count, rate_seconds, spent_at)"
+        " VALUES ('default', 'slow', 100, 60, now() + interval '1 h')"
+    )
+    for key in ("free", "none", "few", "slow"):
+        enqueue(rolled_back, fair_key=key)
+    found = rolled_back.execute("SELECT fair_key, reason, cap FROM pgoutbox.waiting_view ORDER BY id").fetchall()
+    assert found == [
+        ("free", "turn", None),
+        ("none", "share", "paused"),
+        ("few", "share", "1 in flight"),
+        ("slow", "share", "100 in 60 s"),
+    ]
+    words = {message.fair_key: message.why_it_waits for message in Operator(rolled_back).list_messages()}
+    assert words["free"] == "it waits for the turn of its fair key"
+    assert words["none"] == "its fair key none is paused"
+    assert words["few"] == "its fair key few is at its limit of 1 in flight"
+    assert words["slow"] == "its fair key slow is at its limit of 100 in 60 s"
 
 
 def test_messages_that_do_not_wait_are_not_shown(rolled_back: psycopg.Connection) -> None:

@@ -959,7 +959,8 @@ def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Co
     )
 
 
-def test_a_receiver_that_answers_too_slowly_is_named(dsn: str, db: psycopg.Connection) -> None:
+@pytest.mark.parametrize("fair_key", [None, "k"])
+def test_a_receiver_that_answers_too_slowly_is_named(dsn: str, db: psycopg.Connection, fair_key: str | None) -> None:
     for reason, key, minutes in (
         ("stalled", "http:slow", 5),
         ("stalled", "http:slow", 3),
@@ -977,13 +978,14 @@ def test_a_receiver_that_answers_too_slowly_is_named(dsn: str, db: psycopg.Conne
         db.execute(
             """
             UPDATE pgoutbox.message
-            SET attempt_count = 9, max_attempts = 20, lane = 1, available_at = now() + interval '3 s',
+            SET attempt_count = 9, max_attempts = 20, lane = CASE WHEN fair_key IS NULL THEN 1 ELSE 2 END,
+                available_at = now() + interval '3 s',
                 attempts = jsonb_build_array(%s || jsonb_build_object(
                     'started_at', now() - make_interval(mins => %s), 'ended_at', now()
                 ))
             WHERE id = %s
             """,
-            [Jsonb(last), minutes, enqueue(db, queue="hooks")],
+            [Jsonb(last), minutes, enqueue(db, queue="hooks", fair_key=fair_key)],
         )
     facts = "http:slow answers so slowly that 2 messages wait, the first for 5 min"
     expect(found(dsn, "receivers"), Level.WARNING, "receiver-stalled", facts, "pgoutbox list --queue hooks")
@@ -1147,6 +1149,29 @@ class TestDue:
         assert levels(found(dsn, "due")) == ["ok"]
         db.execute(HOUR_AGO)
         expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "default", "1 message", "60 min")
+
+    def test_messages_that_wait_for_their_turn_have_the_findings_of_others(
+        self, dsn: str, db: psycopg.Connection
+    ) -> None:
+        for count, topic in enumerate(("greet", "greet", "bill")):
+            enqueue(db, topic, fair_key=f"k{count % 2}")
+        assert levels(found(dsn, "due")) == ["ok"]
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-worker", "default: 3 messages due", "60 min")
+        db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{default}', '{greet}')")
+        expect(found(dsn, "due"), Level.PROBLEM, "due-without-handler", "no handler for bill")
+
+    def test_fair_keys_that_get_no_turn_are_a_reason(self, dsn: str, db: psycopg.Connection) -> None:
+        for key in ("big", "big", "small", "tiny"):
+            enqueue(db, fair_key=key)
+        db.execute(HOUR_AGO)
+        db.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{default}', '{greet}')")
+        db.execute("SELECT pgoutbox.set_fair_share('default', 'big', max_in_flight => 0)")
+        told = "2 of them of fair keys that get no turn"
+        expect(found(dsn, "due"), Level.PROBLEM, "due-unclaimed", "4 messages due", told)
+        db.execute("SELECT pgoutbox.set_fair_share('default', 'tiny', max_in_flight => 0)")
+        told = "3 of them of fair keys that are paused"
+        expect(found(dsn, "due"), Level.WARNING, "due-behind-shares", told, "pgoutbox keys default")
 
     def test_a_pause_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
@@ -1403,12 +1428,16 @@ class TestDue:
         db.execute(HOUR_AGO)
         expect(found(dsn, "due"), Level.PROBLEM, "due-behind-breaker", "breaker of z-big", "no z-big")
 
-    def test_a_message_that_others_hide_is_still_undelivered(self, dsn: str, db: psycopg.Connection) -> None:
+    @pytest.mark.parametrize("fair_key", [None, "k"])
+    def test_a_message_that_others_hide_is_still_undelivered(
+        self, dsn: str, db: psycopg.Connection, fair_key: str | None
+    ) -> None:
         for number in range(60):
             enqueue(db, queue=f"other-{number}")
-        retried = [put(db, queue="z") for _ in range(21)]
+        retried = [put(db, queue="z", fair_key=fair_key) for _ in range(21)]
         db.execute(
-            "UPDATE pgoutbox.message SET lane = 1, attempt_count = 1, available_at = now() + interval '1 h',"
+            "UPDATE pgoutbox.message SET lane = CASE WHEN fair_key IS NULL THEN 1 ELSE 2 END, attempt_count = 1,"
+            " available_at = now() + interval '1 h',"
             " created_at = now() - interval '99 h', attempts = jsonb_build_array(jsonb_build_object("
             "'attempt_count', 1, 'times', 1, 'outcome', 'retry', 'worker', 'w', 'started_at', now() - interval '99 h',"
             " 'ended_at', now())) WHERE id = %s",

@@ -297,6 +297,7 @@ def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: 
     age(db, "available_at", 200, retried := enqueue(db, queue="retry"))
     db.execute("UPDATE pgoutbox.message SET attempt_count = 1, lane = 1 WHERE id = %s", [retried])
     age(db, "available_at", 300, enqueue(db, queue="ordered", ordering_key="k"))
+    age(db, "available_at", 250, enqueue(db, queue="shared", fair_key="k"))
     age(db, "available_at", -300, enqueue(db, queue="scheduled"))
     age(db, "available_at", 400, put(db, State.SENDING, queue="sending"))
     put(db, State.FAILED, queue="failed")
@@ -318,10 +319,12 @@ def test_the_oldest_due_message_of_each_lane_counts_and_a_pause_is_a_label(dsn: 
         ("retry", "false"): 200,
         ("scheduled", "false"): 0,
         ("sending", "false"): 0,
+        ("shared", "false"): 200,
     }
-    assert seconds(2) == {
+    assert seconds(3) == {
         ("ordered", "false"): 300,
         ("retry", "false"): 200,
+        ("shared", "false"): 200,
         ("other", "false"): 100,
         ("other", "true"): 100,
     }
@@ -341,6 +344,24 @@ def test_messages_of_paused_topics_count_as_paused_and_hide_no_others(dsn: str, 
         ("fresh", "true"): 300,
         ("ordered", "false"): 100,
         ("ordered", "true"): 300,
+    }
+
+
+def test_messages_of_paused_fair_keys_count_as_paused_and_hide_no_others(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("SELECT pgoutbox.set_fair_share('mail', 'big', max_in_flight => 0)")
+    db.execute("SELECT pgoutbox.set_fair_share('bulk', max_in_flight => 0)")
+    db.execute("SELECT pgoutbox.set_fair_share('bulk', 'free', max_in_flight => 5)")
+    for queue, key, seconds in (
+        ("mail", "big", 400), ("mail", "small", 100), ("mail", "tiny", 200),
+        ("bulk", "big", 400), ("bulk", "free", 300),
+    ):  # fmt: skip
+        age(db, "available_at", seconds, enqueue(db, queue=queue, fair_key=key))
+    samples = Backlog(settings_for(dsn)).ask().result().samples[OLDEST_DUE]
+    assert {sample.labels: int(sample.value // 100) * 100 for sample in samples} == {
+        ("bulk", "false"): 300,
+        ("bulk", "true"): 400,
+        ("mail", "false"): 200,
+        ("mail", "true"): 400,
     }
 
 

@@ -270,6 +270,8 @@ def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: st
         MessageFilter(queue="bulk"),
         MessageFilter(destination="mailto:a%_@example.org"),
         MessageFilter(key="user-7"),
+        MessageFilter(key="tenant-7"),
+        MessageFilter(text="TENANT"),
         MessageFilter(text="a%_@EXAMPLE"),
         MessageFilter(text="550 no\\such"),
         MessageFilter(created_from=datetime(2026, 3, 1, tzinfo=UTC)),
@@ -279,8 +281,8 @@ def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: st
 def test_each_filter_keeps_matching_acts(rolled_back: psycopg.Connection, which: MessageFilter) -> None:
     wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="mailto:a%_@example.org")
     rolled_back.execute(
-        "UPDATE pgoutbox.message SET coalesce_key = 'user-7', created_at = '2026-03-02 00:00Z', last_error = %s"
-        " WHERE id = %s",
+        "UPDATE pgoutbox.message SET coalesce_key = 'user-7', fair_key = 'tenant-7', created_at = '2026-03-02 00:00Z',"
+        " last_error = %s WHERE id = %s",
         ("550 no\\such user", wanted),
     )
     other = put(rolled_back, State.SENT, destination="mailto:axx@example.org")

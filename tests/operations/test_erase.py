@@ -313,6 +313,20 @@ def test_a_selection_without_messages_still_clears_the_audit(db: psycopg.Connect
     assert act.details == {"reason": "same mailbox as (erased), not bada@example.org"}
 
 
+def test_a_fair_key_that_names_the_person_is_erased_in_the_audit(db: psycopg.Connection) -> None:
+    """A key that many share, such as a tenant, is not the person, even if the erased message has it."""
+    keys = ("acme", OWNER, "ada@example.org", "user ada@example.org", "bada@example.org")
+    for key in keys:
+        Operator(db).set_fair_share("mail", key, max_in_flight=0)
+    db.execute("SELECT pgoutbox.enqueue('mail', '1', owner => %s, destination => %s, fair_key => 'acme')", [OWNER, ADA])
+    Operator(db).erase(owner=OWNER)
+    acts = [act.details or {} for act in Operator(db).list_acts(action=Action.PAUSE)]
+    assert [act["fair_key"] for act in reversed(acts)] == [
+        "acme", "(erased)", "(erased)", "user (erased)", "bada@example.org",
+    ]  # fmt: skip
+    assert {act["max_in_flight"] for act in acts} == {0}
+
+
 def test_an_erasure_that_only_changes_acts_leaves_a_trace(db: psycopg.Connection) -> None:
     Operator(db).dismiss(put(db, State.FAILED), "ask bob@example.org")
     Operator(db, actor="olga").erase(destination=BOB)

@@ -61,9 +61,12 @@ def test_an_export_is_an_act_of_the_audit(db: psycopg.Connection) -> None:
 def test_the_content_of_a_fan_out_is_exported(db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(db.info.dsn))
     with db.transaction():
+        outbox.on(db).enqueue("mail", None, owner="person-8", fair_key="acme")
         outbox.on(db).enqueue_fanout("news", None, [ADA, "mailto:bob@example.org"], content={"html": "<p>"})
     (one,) = Operator(db).export(destination=ADA)
     assert one["content"] == {"html": "<p>"}
+    (one,) = Operator(db).export(owner="person-8")
+    assert (one["fair_key"], one["lane"]) == ("acme", 2)
 
 
 def test_encrypted_payloads_are_opened_with_their_key(db: psycopg.Connection, dsn: str) -> None:

@@ -30,6 +30,7 @@ PUT_SENDING = """
     )
     UPDATE pgoutbox.message AS m
     SET state = 'sending',
+        lane = 0,
         attempt_count = 1,
         worker = c.worker,
         claimed_at = c.claimed_at,
@@ -79,6 +80,7 @@ def put(
     coalesce_key: str | None = None,
     dedupe_key: str | None = None,
     ordering_key: str | None = None,
+    fair_key: str | None = None,
     age: timedelta = timedelta(),
 ) -> int:
     """Enqueue a message and bring it to `state`, as if that had happened `age` ago."""
@@ -86,10 +88,10 @@ def put(
         """
         SELECT pgoutbox.enqueue(
             %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s,
-            ordering_key => %s, max_attempts => 4
+            ordering_key => %s, fair_key => %s, max_attempts => 4
         )
         """,
-        (topic, queue, destination, coalesce_key, dedupe_key, ordering_key),
+        (topic, queue, destination, coalesce_key, dedupe_key, ordering_key, fair_key),
     ).fetchone()
     assert row is not None
     message_id = int(row[0])

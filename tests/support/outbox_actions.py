@@ -115,6 +115,7 @@ def begin(
         UPDATE pgoutbox.message AS m
         SET state = 'sending',
             attempt_count = attempt_count + 1,
+            lane = least(attempt_count, 1), -- With a fair key, it has got its turn.
             worker = c.worker,
             claimed_at = c.claimed_at,
             key_in_flight = coalesce(m.coalesce_key, m.ordering_key),

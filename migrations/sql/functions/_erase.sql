@@ -105,7 +105,7 @@ BEGIN
             AND m.state IN ('pending', 'sent', 'failed', 'skipped', 'cancelled')
         RETURNING
             m.id, m.state, m.topic, m.queue, m.content_id,
-            m.destination, m.owner, m.coalesce_key, m.dedupe_key, m.ordering_key, m.fair_key
+            m.destination, m.owner, m.coalesce_key, m.dedupe_key, m.ordering_key
     ), freed AS (
         DELETE FROM pgoutbox.dedupe AS d
         USING deleted AS g
@@ -117,7 +117,7 @@ BEGIN
         array_agg(DISTINCT g.queue) FILTER (WHERE g.ordering_key IS NOT NULL AND g.state IN ('pending', 'failed')),
         array_agg(DISTINCT g.destination),
         array_agg(DISTINCT g.owner) || array_agg(DISTINCT g.coalesce_key) || array_agg(DISTINCT g.dedupe_key)
-            || array_agg(DISTINCT g.ordering_key) || array_agg(DISTINCT g.fair_key)
+            || array_agg(DISTINCT g.ordering_key)
     INTO erased, content_ids, freed_queues, texts, keys
     FROM deleted AS g;
 

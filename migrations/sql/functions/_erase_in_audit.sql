@@ -1,8 +1,8 @@
--- Replace by (erased) the texts that name a person in acts: in the reason, and in the values that their callers stated.
--- The rest of details is what the database found, for example a limit or the target of a redirect. Returns the number of
--- changed acts.
+-- Replace by (erased) the texts that name a person in acts: in the reason, in the fair key of a share, and in the values that
+-- their callers stated. The rest of details is what the database found, for example a limit or the target of a redirect.
+-- Returns the number of changed acts.
 --
--- Some stated values are also compared with the keys, as a whole: as a part of a reason, a key such as `all` is a word
+-- The fair key and some stated values are also compared with the keys, as a whole: as a part of a reason, a key such as `all` is a word
 -- like any other. A topic or a queue with the name of an owner stays.
 CREATE FUNCTION pgoutbox._erase_in_audit(texts text[], keys text[], erased_ids bigint[], only_erased boolean)
 RETURNS bigint
@@ -24,6 +24,8 @@ BEGIN
             SELECT s.value FROM jsonb_each(a.stated) AS s
             UNION ALL
             SELECT a.details -> 'reason'
+            UNION ALL
+            SELECT a.details -> 'fair_key'
         ) AS v
         WHERE (a.message_ids && erased_ids OR NOT only_erased)
             AND jsonb_typeof(v.value) = 'string'
@@ -45,10 +47,16 @@ BEGIN
     ), erased AS MATERIALIZED (
         SELECT
             l.id,
-            CASE
-                WHEN l.details ->> 'reason' IS NULL THEN l.details
-                ELSE jsonb_set(l.details, '{reason}', to_jsonb(pgoutbox._erased_text(l.details ->> 'reason', l.words)))
-            END AS details,
+            l.details || jsonb_strip_nulls(
+                jsonb_build_object(
+                    'reason', pgoutbox._erased_text(l.details ->> 'reason', l.words),
+                    'fair_key',
+                    CASE
+                        WHEN l.details ->> 'fair_key' = ANY (keys) THEN '(erased)'
+                        ELSE pgoutbox._erased_text(l.details ->> 'fair_key', l.words)
+                    END
+                )
+            ) AS details,
             (
                 SELECT jsonb_object_agg(
                     s.key,

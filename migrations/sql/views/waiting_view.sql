@@ -1,7 +1,10 @@
 -- Every pending message with the reason why it is not claimed: superseded, paused, scheduled, retry, breaker,
--- unavailable, redirect, unreadable, halted, in order, in flight, rate, max_in_flight, share, no worker, no handler, next
--- run, turn, or due if it can be claimed. handled_as is the name that a worker of its queue must have for it: its topic,
--- with a later version of its payload, such as mail.welcome@2. cap is the limit of its fair key that is reached.
+-- unavailable, redirect, unreadable, halted, in order, in flight, rate, max_in_flight, share, no worker, no handler, next run,
+-- turn, or due if it can be claimed. handled_as is the name that a worker of its queue must have for it: its topic, with a
+-- later version of its payload, such as mail.welcome@2.
+--
+-- A message with a fair key waits for a turn of its key. With the reason share the key gets none, and cap says why: paused,
+-- its limit such as 5 in flight, or its rate such as 100 in 60 s.
 --
 -- A superseded message is never delivered, whatever else it waits for. The other reasons have the order of the claim's
 -- checks. Some come from the reason code of the last attempt; the other reasons follow from the rows. A run of `worker
@@ -21,6 +24,12 @@ WITH control AS MATERIALIZED (
     FROM pgoutbox.breaker AS b
     CROSS JOIN LATERAL unnest(b.holds) AS h(hold)
     GROUP BY h.hold
+), turns AS MATERIALIZED (
+    -- Few: the messages that workers have room for.
+    SELECT a.queue, a.fair_key, count(*) AS in_flight
+    FROM pgoutbox.message_live AS a
+    WHERE a.fair_key IS NOT NULL AND a.lane < 2
+    GROUP BY a.queue, a.fair_key
 )
 SELECT
     m.id,
@@ -49,11 +58,17 @@ SELECT
         )
         WHEN 'breaker' THEN greatest(m.available_at, held.probe_at)
         WHEN 'rate' THEN control.next_token_at
-        WHEN 'share' THEN share.permit_at
+        WHEN 'share' THEN CASE WHEN share.permit_at > now() THEN share.permit_at END
         ELSE CASE WHEN m.available_at > now() THEN m.available_at END
     END AS until,
     handled.name AS handled_as,
-    CASE WHEN why.reason = 'share' THEN share.cap END AS cap
+    m.fair_key,
+    CASE
+        WHEN why.reason <> 'share' THEN NULL
+        WHEN share.is_paused THEN 'paused'
+        WHEN share.permit_at > now() THEN given.rate_count || ' in ' || given.rate_seconds || ' s'
+        ELSE given.max_in_flight || ' in flight'
+    END AS cap
 FROM pgoutbox.message_live AS m
 LEFT JOIN held ON held.hold = pgoutbox._hold_of(m.queue, m.topic, m.payload_version, m.destination)
 LEFT JOIN control ON control.name = m.queue
@@ -85,40 +100,26 @@ LEFT JOIN LATERAL (
     WHERE s.queue = m.queue AND s.key_in_flight = m.ordering_key AND s.ordering_key IS NOT NULL AND s.id <> m.id
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL OR m.ordering_key IS NOT NULL
-LEFT JOIN LATERAL (
+LEFT JOIN pgoutbox.fair_share AS own ON m.lane = 2 AND own.queue = m.queue AND own.fair_key = m.fair_key
+LEFT JOIN pgoutbox.fair_share AS common ON m.lane = 2 AND common.queue = m.queue AND common.fair_key = ''
+LEFT JOIN turns ON m.lane = 2 AND turns.queue = m.queue AND turns.fair_key = m.fair_key
+CROSS JOIN LATERAL (
     SELECT
+        coalesce(own.weight, common.weight, 1) AS weight,
+        coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
+        CASE WHEN own.rate_count IS NULL THEN common.rate_count ELSE own.rate_count END AS rate_count,
+        CASE WHEN own.rate_count IS NULL THEN common.rate_seconds ELSE own.rate_seconds END AS rate_seconds
+) AS given
+CROSS JOIN LATERAL (
+    -- The conditions of _give_turns.
+    SELECT
+        given.max_in_flight = 0 AS is_paused,
+        coalesce(turns.in_flight, 0) >= given.max_in_flight AS is_full,
         CASE
-            WHEN capped.max_in_flight = 0 THEN 'paused'
-            WHEN capped.max_in_flight <= (
-                SELECT count(*)
-                FROM (
-                    SELECT
-                    FROM pgoutbox.message_live AS a
-                    WHERE a.queue = m.queue AND a.fair_key = m.fair_key AND a.lane < 2
-                    LIMIT capped.max_in_flight
-                ) AS admitted
-            ) THEN capped.max_in_flight || ' in flight'
-            WHEN capped.permit_at > now() THEN capped.rate_count || ' in ' || capped.rate_seconds || ' s'
-        END AS cap,
-        CASE WHEN capped.max_in_flight IS DISTINCT FROM 0 AND capped.permit_at > now() THEN capped.permit_at END AS permit_at
-    FROM (
-        SELECT
-            rated.*,
-            -- As in _give_turns: a turn at once, and then one after the other.
-            rated.spent_at - (rated.weight - 1) * (rated.rate_seconds * interval '1 s' / rated.rate_count) AS permit_at
-        FROM (
-            SELECT
-                coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
-                coalesce(own.weight, common.weight, 1) AS weight,
-                CASE WHEN own.rate_count IS NULL THEN common.rate_count ELSE own.rate_count END AS rate_count,
-                CASE WHEN own.rate_count IS NULL THEN common.rate_seconds ELSE own.rate_seconds END AS rate_seconds,
-                own.spent_at
-            FROM (VALUES (m.queue, m.fair_key)) AS asked(queue, key)
-            LEFT JOIN pgoutbox.fair_share AS own ON own.queue = asked.queue AND own.fair_key = asked.key
-            LEFT JOIN pgoutbox.fair_share AS common ON common.queue = asked.queue AND common.fair_key = ''
-        ) AS rated
-    ) AS capped
-) AS share ON m.lane = 2
+            WHEN given.max_in_flight IS DISTINCT FROM 0
+                THEN own.spent_at - (given.weight - 1) * given.rate_seconds * interval '1 s' / given.rate_count
+        END AS permit_at
+) AS share
 CROSS JOIN LATERAL (SELECT m.attempts #>> '{-1,reason_code}') AS last_attempt(reason_code)
 CROSS JOIN LATERAL (SELECT pgoutbox._handled_as(m.topic, m.payload_version)) AS handled(name)
 CROSS JOIN LATERAL (
@@ -134,7 +135,7 @@ CROSS JOIN LATERAL (
         WHEN held.hold IS NOT NULL THEN 'breaker'
         WHEN control.tokens < 1 THEN 'rate'
         WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
-        WHEN share.cap IS NOT NULL THEN 'share'
+        WHEN m.lane = 2 AND (share.is_paused OR share.permit_at > now()) THEN 'share'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue) THEN 'no worker'
         WHEN NOT EXISTS (SELECT FROM serving AS s WHERE s.queue = m.queue AND handled.name = ANY (s.topics)) THEN 'no handler'
         WHEN NOT EXISTS (
@@ -144,6 +145,8 @@ CROSS JOIN LATERAL (
             WHEN last_attempt.reason_code IN ('unavailable', 'redirect', 'unreadable') THEN last_attempt.reason_code
             ELSE 'next run'
         END
+        -- Without a worker, those in flight may be lapsed attempts, which a worker ends.
+        WHEN m.lane = 2 AND share.is_full THEN 'share'
         WHEN m.lane = 2 THEN 'turn'
         ELSE 'due'
     END AS reason

@@ -5,18 +5,35 @@ WITH holds AS MATERIALIZED (
     SELECT b.key, held.hold
     FROM pgoutbox.breaker_view AS b
     CROSS JOIN LATERAL unnest(b.holds) AS held(hold)
+), late AS MATERIALIZED (
+    SELECT
+        named.queue,
+        now() - make_interval(secs => %(seconds)s::float8) AS until_at,
+        -- At most a tenth, so that the numbers of the others do not grow when one of a few queues is repaired.
+        least(%(rows)s::bigint / 10, %(rows)s::bigint / count(*) OVER ()) AS rows
+    FROM unnest(%(names)s::text[]) AS named(queue)
+), shared AS MATERIALIZED (
+    -- Those whose fair key gets no turn. The view is read once for all.
+    SELECT w.id
+    FROM pgoutbox.waiting_view AS w
+    WHERE w.reason = 'share'
+        AND w.id = ANY (
+            ARRAY(
+                SELECT turn.id
+                FROM late AS l
+                CROSS JOIN LATERAL (
+                    SELECT m.id FROM pgoutbox.message_view AS m
+                    WHERE m.queue = l.queue AND m.lane = 2 AND m.state = 'pending' AND m.ordering_key IS NULL
+                        AND m.available_at < l.until_at
+                    ORDER BY m.available_at LIMIT l.rows
+                ) AS turn
+            )
+        )
 ), counted AS (
     SELECT
         l.queue,
         found.*
-    FROM (
-        SELECT
-            late.queue,
-            now() - make_interval(secs => %(seconds)s::float8) AS until_at,
-            -- At most a tenth, so that the numbers of the others do not grow when one of a few queues is repaired.
-            least(%(rows)s::bigint / 10, %(rows)s::bigint / count(*) OVER ()) AS rows
-        FROM unnest(%(names)s::text[]) AS late(queue)
-    ) AS l
+    FROM late AS l
     CROSS JOIN LATERAL (
         SELECT
             count(*) AS messages,
@@ -31,6 +48,7 @@ WITH holds AS MATERIALIZED (
             count(one.breaker) AS held,
             coalesce(array_agg(DISTINCT one.topic) FILTER (WHERE one.is_paused), '{}') AS paused_topics,
             count(*) FILTER (WHERE one.is_paused AND one.halted_by IS NULL AND NOT one.is_behind) AS paused,
+            count(*) FILTER (WHERE one.is_shared) AS shared,
             min(one.halted_by) AS halted_by
         FROM (
             SELECT
@@ -38,6 +56,7 @@ WITH holds AS MATERIALIZED (
                 pgoutbox._handled_as(m.topic, m.payload_version) AS handled_as,
                 m.available_at,
                 m.topic IN (SELECT p.topic FROM pgoutbox.topic_pause_view AS p) AS is_paused,
+                m.id IN (SELECT s.id FROM shared AS s) AS is_shared,
                 -- Only while a breaker is open is the destination read: the view redacts it, which is slow for many rows.
                 CASE WHEN EXISTS (SELECT FROM holds) THEN (
                     SELECT min(h.key)
