@@ -451,6 +451,7 @@ def monitored(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -
                 "message_live_lane",
                 "message_live_ordered",
                 "message_live_ordered_due",
+                "message_live_waiting",
             },
             1,
             id="oldest due",

@@ -23,7 +23,7 @@
         FROM (VALUES (false), (true)) AS kind(leaves_out_paused)
         CROSS JOIN LATERAL (
             SELECT first.*
-            FROM (VALUES (0), (1), (2)) AS l(number)
+            FROM (VALUES (0), (1)) AS l(number)
             CROSS JOIN LATERAL (
                 SELECT m.topic, m.available_at, false AS is_paused_key FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue AND m.lane = l.number AND m.state = 'pending'
