@@ -150,6 +150,15 @@ def parse_count(text: str) -> int | None:
     return int(text)
 
 
+def parse_number(option: str, text: str | None, *, at_least: int, at_most: int) -> int | None:
+    """Parse the number of an option, if it is given; `none` removes it."""
+    if text is None or text == "none":
+        return None
+    if re.fullmatch(r"[0-9]{1,7}", text) is None or not at_least <= int(text) <= at_most:
+        raise typer.BadParameter(f"{option}: give a number from {at_least} to {at_most}, or none; got {text!r}")
+    return int(text)
+
+
 def parse_final_state(text: str) -> State:
     """Parse a final state."""
     if text not in FINAL_STATES:

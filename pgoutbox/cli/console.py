@@ -67,7 +67,7 @@ _SPARE: Final = (
     "address", "connected_at", "ended_at", "seen_at", "lease_expires_at", "oldest_claimed_at", "ended_per_second",
     "available", "created", "first_at", "last_at", "newest_id", "error", "place", "failed_again", "hour_before",
     "last_hour", "worker", "started_at", "breaker_key", "cancelled", "skipped", "scheduled", "queue", "attempts",
-    "destination", "size_bytes",
+    "destination", "size_bytes", "weight",
 )  # fmt: skip
 # Matches up to the next part of the error, the next error of a chain, or the end.
 _DETAIL: Final = re.compile(

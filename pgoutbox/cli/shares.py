@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from pgoutbox.cli.arguments import MAX_RATE_COUNT, parse_queue, parse_rate
+from pgoutbox.cli.arguments import MAX_RATE_COUNT, parse_number, parse_queue, parse_rate
 from pgoutbox.cli.console import print_json, print_line, print_note, print_table, print_warning
 from pgoutbox.cli.options import Options, Yes, command, open_operator
 from pgoutbox.cli.program import confirm_unknown
 from pgoutbox.doctor.findings import duration
 from pgoutbox.operations import FairKey
-from pgoutbox.operations.operator import FAIR_COUNTS
+from pgoutbox.operations.operator import FAIR_COUNTS, SHARE_VALUES
 from pgoutbox.text import pluralize
 
 Queue = Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE", help="Name of the queue.")]
@@ -47,15 +47,22 @@ def keys(
 def share(
     queue: Queue,
     key: Annotated[
-        str | None, typer.Argument(metavar="[KEY]", help="The fair key (default: all keys without an own share).")
+        str | None,
+        typer.Argument(
+            metavar="[KEY]",
+            help="The fair key (default: all keys without an own share). Write -- before one that begins with -.",
+        ),
     ] = None,
     *,
-    weight: Annotated[int | None, typer.Option(min=1, max=1_000, help="Messages of each turn.")] = None,
+    weight: Annotated[str | None, typer.Option(metavar="NUMBER", help="Messages of each turn; or none.")] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(min=0, max=MAX_RATE_COUNT, help="Maximum number of messages in flight.")
+        str | None, typer.Option(metavar="NUMBER", help="Maximum number of messages in flight; or none.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Most messages that get their turn in a period, such as 60/hour.")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Messages that get their turn in a period, such as 20/s or 60/hour; or none."
+        ),
     ] = None,
     pause: Annotated[bool, typer.Option("--pause", help="Give it no more turns: --max-in-flight 0.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Give it the share of the queue again.")] = False,
@@ -64,21 +71,29 @@ def share(
 ) -> None:
     """Set the share of a fair key, for all workers together.
 
-    Values without an option stay unchanged. Messages that already have their turn continue. On a terminal it asks
-    about a queue without messages.
+    Values without an option stay unchanged, and none gives a key the value of its queue. Messages that already have
+    their turn continue. On a terminal it asks about a queue without messages.
     """
-    given = [pause, reset, max_in_flight is not None]
-    values = [weight, rate]
-    if not (any(given) or any(values)) or sum(given) > 1 or (reset and any(values)):
-        raise typer.BadParameter("give --weight, --rate and one of --max-in-flight and --pause, or only --reset")
+    given = {"weight": weight, "max_in_flight": "0" if pause else max_in_flight, "rate": rate}
+    is_change = any(text is not None for text in given.values())
+    if reset == is_change or (pause and max_in_flight is not None):
+        raise typer.BadParameter("give --weight, --rate, and --max-in-flight or --pause; or only --reset")
+    if key == "":
+        raise typer.BadParameter("KEY: must not be empty; leave it out for all keys without an own share")
+    new_weight = parse_number("--weight", given["weight"], at_least=1, at_most=1_000)
+    most = parse_number("--max-in-flight", given["max_in_flight"], at_least=0, at_most=MAX_RATE_COUNT)
     new_rate = None if rate is None else parse_rate(rate)
-    if rate is not None and new_rate is None:
-        raise typer.BadParameter("--rate: none is not a rate of a key: --reset removes its share")
     with open_operator(options.settings) as operator:
         if sys.stdin.isatty():  # A script sets shares before the first messages.
             confirm_unknown(operator, "queue", queue, "share", yes=yes)
-        most = 0 if pause else max_in_flight
-        changed = operator.set_fair_share(queue, key, weight=weight, max_in_flight=most, rate=new_rate)
+        changed = operator.set_fair_share(
+            queue,
+            key,
+            weight=new_weight,
+            max_in_flight=most,
+            rate=new_rate,
+            remove=[name for name in SHARE_VALUES if given[name] == "none"],
+        )
         found = operator.list_fair_keys(queue, prefix=key, limit=1).keys if key is not None else []
     shown = [one for one in found if one.key == key]
     if options.as_json:

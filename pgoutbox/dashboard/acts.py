@@ -113,11 +113,14 @@ async def limit_in_flight(request: Request) -> Response:
 async def share(request: Request) -> Response:
     """Set the share of a fair key, or that of all keys of a queue without an own one."""
     queue, form = inputs.name_of(request, "queue"), await inputs.read_form(request)
-    key, weight, most, rate = inputs.share_of(form)
+    new = inputs.share_of(form)
     changed = await _act(
-        request, lambda operator: operator.set_fair_share(queue, key, weight=weight, max_in_flight=most, rate=rate)
+        request,
+        lambda operator: operator.set_fair_share(
+            queue, new.key, weight=new.weight, max_in_flight=new.max_in_flight, rate=new.rate, remove=new.remove
+        ),
     )
-    done = query(start=key, done="share-changed" if changed else "share-unchanged")
+    done = query(start=new.key, done="share-changed" if changed else "share-unchanged")
     return RedirectResponse(link(request, "keys", queue=queue) + done, status_code=303)
 
 

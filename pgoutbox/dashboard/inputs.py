@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal, cast
 
@@ -19,7 +20,8 @@ from pgoutbox.errors import ArgumentError, MessageNotFoundError
 from pgoutbox.message import State
 from pgoutbox.operations import Correction, MessageFilter, Rate
 from pgoutbox.operations.acts import ACTS, Act, ActArguments, ActName
-from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_name
+from pgoutbox.operations.operator import SHARE_VALUES, ShareValue
+from pgoutbox.options import MAX_DESTINATION_BYTES, MAX_ID, check_key, check_name
 from pgoutbox.text import check_storable
 
 MAX_LIMIT: Final = MAX_SHOWN
@@ -223,26 +225,48 @@ def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     """Return the rate and the burst of a queue; None means no limit, for which the form has a button."""
     if form.get("unlimited"):
         return None, None
+    rate, burst = _rate_of(form), number_of(form, "burst", at_most=1_000_000)
+    if rate is None and burst is not None:
+        raise ArgumentError("burst", "give a rate too")
+    return rate, burst
+
+
+def _rate_of(form: Given) -> Rate | None:
     count = number_of(form, "rate", at_most=1_000_000)
-    burst = number_of(form, "burst", at_most=1_000_000)
     period = choice_of(form, "per", PERIODS) or "second"
-    if count is None:
-        if burst is not None:
-            raise ArgumentError("burst", "give a rate too")
-        return None, None
-    return Rate(count, PERIODS[period]), burst
+    return None if count is None else Rate(count, PERIODS[period])
 
 
-def share_of(form: Given) -> tuple[str | None, int | None, int | None, Rate | None]:
-    """Return a fair key, its weight, its limit in flight and its rate. The form has buttons to pause and reset it."""
-    key = form.get("key") or None
-    check_storable("key", key or "")
-    do = choice_of(form, "do", ("set", "pause", "reset"))
-    if do == "reset":
-        return key, None, None, None
+def key_of(given: Given, name: str) -> str:
+    """Return a fair key, or its start, as it is: spaces belong to it."""
+    key = given.get(name, "")
+    return check_key(name, key) if key else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A change of the share of a fair key; without a key, of that of its queue."""
+
+    key: str | None
+    weight: int | None = None
+    max_in_flight: int | None = None
+    rate: Rate | None = None
+    remove: tuple[ShareValue, ...] = ()
+
+
+def share_of(form: Given) -> Share:
+    """Return a fair key and its new values. The form has buttons to pause it, to remove a value, and to reset all."""
+    key = key_of(form, "key") or None
+    do = choice_of(form, "do", ("set", "pause", "reset", *SHARE_VALUES)) or "set"
     weight = number_of(form, "weight", at_most=1_000)
-    most = 0 if do == "pause" else number_of(form, "in_flight", at_least=0, at_most=1_000_000)
-    rate, _ = rate_of(form)
-    if weight is None and most is None and rate is None:
+    most = number_of(form, "in_flight", at_least=0, at_most=1_000_000)
+    rate = _rate_of(form)
+    given = {"weight": weight, "max_in_flight": most, "rate": rate}
+    if do == "set" and all(value is None for value in given.values()):
         raise ArgumentError("weight", "give a weight, a limit in flight or a rate")
-    return key, weight, most, rate
+    refused = given if do == "reset" else ("max_in_flight",) if do == "pause" else (do,)
+    for name, field in (("weight", "weight"), ("max_in_flight", "in_flight"), ("rate", "rate")):
+        if name in refused and given[name] is not None:
+            raise ArgumentError(field, "leave it empty, or press Set")
+    removed = cast("tuple[ShareValue, ...]", (do,) if do in SHARE_VALUES else ())
+    return Share(key, weight, 0 if do == "pause" else most, rate, removed)

@@ -216,7 +216,7 @@ def _queue(request: Request) -> Load:
 def keys(request: Request) -> Load:
     """Show the fair keys of a queue that wait longest, or those that begin with a text."""
     queue = inputs.name_of(request, "queue")
-    start = inputs.text_of(request.query_params, "start", at_most=512) or ""
+    start = inputs.key_of(request.query_params, "start")
     return lambda connection: {
         "asked": queue,
         "start": start,

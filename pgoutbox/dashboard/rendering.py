@@ -102,10 +102,18 @@ def _environment() -> jinja2.Environment:
         size=format_bytes,
     )
     environment.tests.update(
-        queue_name=NAME.fullmatch, topic_name=NAME.fullmatch, json_text=lambda value: isinstance(value, JsonText)
+        queue_name=NAME.fullmatch,
+        topic_name=NAME.fullmatch,
+        field_text=_is_field_text,
+        json_text=lambda value: isinstance(value, JsonText),
     )
     environment.globals.update(query=query, ago=format_ago, reads=reads, inputs=inputs, DID=DID)
     return environment
+
+
+def _is_field_text(value: str) -> bool:
+    """Whether a form sends this value of a field as it is: pages escape some characters, and browsers change others."""
+    return visible(value) == value and not {"\n", "\r"}.intersection(value)
 
 
 def _escape_invisible(value: Any) -> Any:  # noqa: ANN401 - Jinja passes the value of any expression

@@ -37,6 +37,13 @@ from pgoutbox.worker.payloads import SampledPayload, find_unreadable, sample_par
 _COMPARE_HANDLERS = "pgoutbox doctor --app yourapp.outbox:outbox"
 _LATE_QUEUES = 50
 _LATE_KEYS = 1_000  # Of each queue, those that wait longest.
+_SHARES = {
+    "keys-paused": ("paused", "their messages wait for a turn", "set a limit", "--max-in-flight N"),
+    "keys-limited": (
+        "at their limit", "they get a turn only if one of theirs ends", "raise its limit", "--max-in-flight N",
+    ),
+    "keys-rate-limited": ("at their rate", "they get one turn after the other", "raise its rate", "--rate RATE"),
+}  # fmt: skip
 # The late queues with such a cause are one finding.
 _SHARED = ("due-without-worker", "due-behind-breaker")
 _START_WORKERS = (
@@ -560,39 +567,43 @@ def check_receivers(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_shares(context: DoctorContext) -> Iterator[Finding]:
-    """Find queues with fair keys that are paused or at their limit, and have waited for their turn for long."""
+    """Find queues with fair keys that are paused, at their limit or at their rate, and have waited for long."""
     seconds = context.limits.late_seconds
-    for limited in context.ask(sql.LIMITED_SHARES, {"queues": _LATE_QUEUES}):
-        queue = limited["queue"]
+    for with_limits in context.ask(sql.LIMITED_SHARES, {"queues": _LATE_QUEUES}):
+        queue = with_limits["queue"]
         rows = context.ask(sql.LIST_FAIR_KEYS, {"queue": queue, "prefix": "", "limit": _LATE_KEYS, **FAIR_COUNTS})
-        late = [
-            row
-            for row in rows
-            if (row["oldest_due_seconds"] or 0) > seconds
-            and (
-                (row["max_in_flight"] is not None and row["in_flight"] >= row["max_in_flight"])
-                or (row["permit_seconds"] or 0) > 0
-            )
-        ]
-        for code, state, is_paused in (("keys-paused", "paused", True), ("keys-limited", "at their limit", False)):
-            if few := [row for row in late if (row["max_in_flight"] == 0) is is_paused]:
-                share, names = (
-                    f"pgoutbox share {queue} {shlex.quote(few[0]['key'])}",
-                    [one_line(row["key"]) for row in few],
-                )
+        late = [row for row in rows if (row["oldest_due_seconds"] or 0) > seconds]
+        limited = [row for row in late if row["max_in_flight"] is not None and row["in_flight"] >= row["max_in_flight"]]
+        waiting = {
+            "keys-paused": [row for row in limited if row["max_in_flight"] == 0],
+            "keys-limited": [row for row in limited if row["max_in_flight"] != 0],
+            "keys-rate-limited": [
+                row
+                for row in late
+                if row["next_turn_at"] is not None
+                and (row["max_in_flight"] is None or row["in_flight"] < row["max_in_flight"])
+            ],
+        }
+        for code, few in waiting.items():
+            if few:
+                state, why, remedy, option = _SHARES[code]
                 yield warning(
                     code,
                     f"queue {queue}: {pluralize(len(few), 'fair key')} {state}, the oldest message due for "
-                    f"{duration(few[0]['oldest_due_seconds'])}: {join_names(names)}",
-                    "their messages wait for a turn"
-                    if is_paused
-                    else "they get turns as their limit and their rate allow",
-                    f"raise its limit: {share} --max-in-flight N, or --rate N/s; or with --reset, give it the share of "
-                    f"the queue; pgoutbox keys {queue} lists all keys",
+                    f"{duration(few[0]['oldest_due_seconds'])}: {join_names([one_line(row['key']) for row in few])}",
+                    why,
+                    f"{remedy}: pgoutbox share {queue} {option} {_argument(few[0]['key'])}; or with --reset, give it "
+                    f"the share of the queue; pgoutbox keys {queue} lists all keys",
                     messages=Count(sum(row["due"] for row in few), "at least"),
                     queue=queue,
                 )
-    yield ok("shares-in-order", f"no fair key at its limit has had a message due for more than {duration(seconds)}")
+    found_late = f"a message due for more than {duration(seconds)}"
+    yield ok("shares-in-order", f"no fair key at its limit or rate has had {found_late}")
+
+
+def _argument(key: str) -> str:
+    """Return a fair key for the command line."""
+    return f"-- {shlex.quote(key)}" if key.startswith("-") else shlex.quote(key)
 
 
 def _repair(breaker: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Final, LiteralString, Self, TypeVar, cast
+from typing import Final, Literal, LiteralString, Self, TypeAlias, TypeVar, cast, get_args
 from uuid import uuid4
 
 import psycopg
@@ -85,11 +85,14 @@ from pgoutbox.operations.records import (
 from pgoutbox.operations.window import Window
 from pgoutbox.options import SuppressionReason, check_address, check_name
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.text import check_storable
 from pgoutbox.transports.redirect import REDIRECT_SECONDS, check_topics, parse_target
 
+ShareValue: TypeAlias = Literal["weight", "max_in_flight", "rate"]
 BATCH_SIZE: Final = 500
 FAIR_COUNTS: Final = {"keys": 50_000, "cap": 10_000}
 """The most fair keys of a queue that are read, and the most messages of each that are counted."""
+SHARE_VALUES: Final[tuple[ShareValue, ...]] = get_args(ShareValue)
 # A bulk act searches so many rows at a time, and fewer if it has to normalise the error of each.
 _SEARCHED_ROWS: Final = 20_000
 _SEARCHED_GROUP_ROWS: Final = 3_000
@@ -695,6 +698,7 @@ class Operator:
 
         They have messages or a share of their own. A key that is the whole prefix comes before all others.
         """
+        check_storable("prefix", prefix)
         rows = self._fetch(sql.LIST_FAIR_KEYS, {"queue": queue, "prefix": prefix, "limit": limit, **FAIR_COUNTS})
         return FairKeys([FairKey._make(row[:-1]) for row in rows], rows[0][-1] if rows else 0)
 
@@ -706,22 +710,28 @@ class Operator:
         weight: int | None = None,
         max_in_flight: int | None = None,
         rate: Rate | None = None,
+        remove: Collection[ShareValue] = (),
     ) -> bool:
         """Set how many messages of a fair key get each turn, may be in flight, and get their turn in a period.
 
-        All hold for all workers together. None leaves a value as it is. Without values, the key gets the share of its
-        queue again. Without a key, this is the share of all keys of the queue that have no own one. The weight is from
-        1 to 1,000. The limit is from 0 to 1,000,000: 0 pauses the key, and messages that already have their turn
-        continue. The rate spreads the turns over its period, of whole seconds and up to 30 days: one turn comes at
-        once. Returns False if nothing changes. Raises `ArgumentError`.
+        These hold for all workers together. None leaves a value as it is, and `remove` names values that end:
+        `weight`, `max_in_flight`, `rate`. If nothing is given, the key gets the share of its queue again. Without a
+        key, this is the share of all keys of the queue that have no own one. The weight is from 1 to 1,000. The limit
+        is from 0 to 1,000,000: 0 pauses the key, and messages that already have their turn continue. The rate spreads
+        turns over whole seconds, up to 30 days, and the messages of one turn may begin at once. Returns False if
+        nothing changes. Raises `ArgumentError`.
 
-            operator.set_fair_share("mail", "acme", max_in_flight=0)
+            operator.set_fair_share("mail", "acme", rate=Rate(10, 1), remove=["max_in_flight"])
         """
-        if rate is not None and rate.seconds != int(rate.seconds):
-            raise ArgumentError("rate", f"must be for whole seconds; got {rate.seconds}")
-        count, seconds = (None, None) if rate is None else (rate.count, int(rate.seconds))
-        share = {"queue": queue, "fair_key": fair_key, "weight": weight, "max_in_flight": max_in_flight}
-        share |= {"rate_count": count, "rate_seconds": seconds}
+        count, seconds = (None, None) if rate is None else (rate.count, rate.seconds)
+        numbers = {"weight": weight, "max_in_flight": max_in_flight, "rate_count": count, "rate_seconds": seconds}
+        for name, number in numbers.items():
+            if number is not None and number % 1 != 0:
+                raise ArgumentError(name, f"must be a whole number; got {number}")
+        check_storable("fair_key", fair_key or "")
+        # The schema refuses a number that no integer holds, with its own bounds.
+        storable = {name: number and int(min(max(number, -_ALL), _ALL)) for name, number in numbers.items()}
+        share = {"queue": queue, "fair_key": fair_key, "remove": list(remove), **storable}
         ((has_changed,),) = self._act(sql.SET_FAIR_SHARE, share)
         return bool(has_changed)
 

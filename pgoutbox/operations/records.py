@@ -25,6 +25,7 @@ from pgoutbox.text import pluralize
 from pgoutbox.transports.redirect import redirected_mail
 
 _ENCRYPTED: Final = "(encrypted)"
+_PERIODS: Final = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
 # Called after each committed batch of a prune, with the number of messages deleted so far.
@@ -189,8 +190,8 @@ class Suppression(NamedTuple):
 class FairKey(NamedTuple):
     """A fair key of a queue, with the share that holds for it: its own one, or that of its queue.
 
-    `due` messages wait for their turn, those `in_flight` have it and have not ended. Each number stops at 10,000. After
-    `permit_seconds`, the rate permits the next one its turn.
+    `due` messages wait for their turn, those `in_flight` have it and have not ended. Each number stops at 10,000. Up to
+    `rate_count` get their turn in `rate_seconds`, the next one at `next_turn_at`; None: the rate permits it now.
     """
 
     key: str
@@ -200,14 +201,9 @@ class FairKey(NamedTuple):
     oldest_due_seconds: float | None
     weight: int
     max_in_flight: int | None
-    rate_count: int | None = None
-    rate_seconds: int | None = None
-    permit_seconds: float | None = None
-
-    @property
-    def rate(self) -> str:
-        """The rate in words."""
-        return "none" if self.rate_count is None else f"{self.rate_count:,} in {self.rate_seconds:,} s"
+    rate_count: int | None
+    rate_seconds: int | None
+    next_turn_at: datetime | None
 
     @property
     def limit(self) -> str:
@@ -215,6 +211,15 @@ class FairKey(NamedTuple):
         if self.max_in_flight is None:
             return "none"
         return f"{self.max_in_flight:,}" if self.max_in_flight else "paused"
+
+    @property
+    def rate(self) -> str:
+        """The rate in words, such as 20/s, 60/h or 100/15m."""
+        if self.rate_count is None or self.rate_seconds is None:
+            return "none"
+        unit, length = next((u, n) for u, n in _PERIODS.items() if self.rate_seconds % n == 0)
+        times = self.rate_seconds // length
+        return f"{self.rate_count}/{times if times > 1 else ''}{unit}"
 
 
 class FairKeys(NamedTuple):

@@ -840,6 +840,7 @@ class TestLooking:
         cli("share", "default", "acme", "--max-in-flight", "1")
         database.execute("SELECT pgoutbox._give_turns('default', '{greet}', 1)")
         second = enqueue(database, fair_key="acme")
+        database.execute("INSERT INTO pgoutbox.worker (name, queues, topics) VALUES ('w', '{default}', '{greet}')")
         shown = cli("show", second, "--json").json
         assert (shown["waits"], shown["fair_key"], shown["cap"]) == ("share", "acme", "1 in flight")
         assert [one["id"] for one in cli("list", "--json", "--text", "acm").lines] == [second, first]
@@ -1502,16 +1503,22 @@ class TestDeciding:
         assert cli("share", "default", "--weight", "3", "--max-in-flight", "2000").out == (
             "queue default, keys without an own share: changed\n"
         )
-        assert cli("keys", "default").out == (
-            f"{head}acme\t1\t0\t60 min\t3\tpaused\tnone\nbig\t1\t0\t0 s\t3\t2,000\tnone\n"
-        )
-        assert "\t3\tpaused\t60 in 3,600 s\n" in cli("share", "default", "acme", "--rate", "60/hour").out
+        big = "big\t1\t0\t0 s\t3\t2,000\tnone\n"
+        assert cli("keys", "default").out == f"{head}acme\t1\t0\t60 min\t3\tpaused\tnone\n{big}"
         few = cli("keys", "default", "--limit", "1")
         assert few.err == "left out: 1 more key with a shorter wait; raise --limit, or give a START\n"
         done = cli("share", "default", "acme", "--reset", "--json").json
         assert (done["changed"], done["keys"][0]["max_in_flight"]) == (True, 2000)
         found = cli("keys", "default", "b", "--json").json
         assert ([one["key"] for one in found["keys"]], found["key_count"]) == (["big"], 1)
+        for options, shown in (
+            (("--rate", "100/15m", "--weight", "5"), "5\t2,000\t100/15m"),
+            (("--max-in-flight", "7"), "5\t7\t100/15m"),
+            (("--rate", "60/hour", "--weight", "none"), "3\t7\t60/h"),
+            (("--max-in-flight", "none"), "3\t2,000\t60/h"),
+            (("--rate", "none"), "3\t2,000\tnone"),
+        ):
+            assert cli("share", "default", "acme", *options).out == f"{head}acme\t1\t0\t60 min\t{shown}\n"
         assert cli("share", "default", "--reset").exit_code == 0
         assert cli("share", "default", "--reset").out == "queue default, keys without an own share: unchanged\n"
 
@@ -1522,20 +1529,32 @@ class TestDeciding:
             "warning: queue mail has no due message with the fair key 'amce': check the name\n",
         )
 
+    @pytest.mark.parametrize("key", ["-x", "--reset", "a b", "o'x\"y", "\u65e5\u672c", "a\nb", "k" * 512])
+    def test_every_key_has_a_share(self, cli: Callable[..., Done], database: psycopg.Connection, key: str) -> None:
+        enqueue(database, fair_key=key)
+        assert [one["key"] for one in cli("share", "default", "--rate", "1/s", "--json", "--", key).json["keys"]] == [
+            key
+        ]
+        assert [one["key"] for one in cli("keys", "default", "--json", "--", key).json["keys"]] == [key]
+
     @pytest.mark.parametrize(
         ("arguments", "problem"),
         [
-            ((), "give --weight, --rate and one of --max-in-flight and --pause, or only --reset"),
-            (("--pause", "--max-in-flight", "1"), "give --weight, --rate and one of"),
-            (("--pause", "--reset"), "give --weight, --rate and one of"),
-            (("--weight", "2", "--reset"), "give --weight, --rate and one of"),
-            (("--rate", "2/s", "--reset"), "give --weight, --rate and one of"),
-            (("--rate", "none"), "--reset removes its share"),
-            (("--rate", "2"), "is not a rate"),
-            (("--weight", "0"), "--weight"),
-            (("--weight", "1001"), "--weight"),
-            (("--max-in-flight", "-1"), "--max-in-flight"),
-            (("", "--pause"), "fair_key: must not be empty"),
+            ((), "give --weight, --rate, and --max-in-flight or --pause; or only --reset"),
+            (("--pause", "--max-in-flight", "1"), "give --weight, --rate, and"),
+            (("--pause", "--reset"), "give --weight, --rate, and"),
+            (("--weight", "2", "--reset"), "give --weight, --rate, and"),
+            (("--rate", "none", "--reset"), "give --weight, --rate, and"),
+            (("--weight", "0"), "--weight: give a number from 1 to 1000, or none; got '0'"),
+            (("--weight", "1001"), "--weight: give a number from 1 to 1000"),
+            (("--weight", ""), "--weight: give a number from 1 to 1000"),
+            (("--max-in-flight", "-1"), "--max-in-flight: give a number from 0 to 1000000"),
+            (("--max-in-flight", "9" * 30), "--max-in-flight: give a number from 0 to 1000000"),
+            (("--rate", "0/s"), "'0/s' is not a rate"),
+            (("--rate", "10"), "'10' is not a rate"),
+            (("--rate", "10/31d"), "the period is longer than 30 days"),
+            (("", "--pause"), "KEY: must not be empty; leave it out"),
+            (("\udcff", "--pause"), "fair_key: lone surrogate"),
             (("k" * 513, "--pause"), "fair_key: must not be longer than 512 bytes"),
         ],
     )
@@ -1554,8 +1573,10 @@ class TestDeciding:
             "INSERT INTO pgoutbox.message_live (id, topic, payload, fair_key, lane) SELECT"
             " nextval('pgoutbox.message_id_seq'), 'mail', '1', 'big', 2 FROM generate_series(1, 10001)"
         )
+        database.execute("SELECT pgoutbox.set_fair_share('default', 'big', 1000, 999999, 1000000, 2505600)")
         done = run_on_terminal("keys", "default", dsn=dsn, COLUMNS="80", NO_COLOR="1")
         assert "10,000+" in done.out
+        assert "1000000/29d" in done.out
         shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.out)
         assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
 
@@ -1830,6 +1851,8 @@ class TestSecrets:
             ("pgoutbox_viewer", ("redrive", "1"), "pgoutbox_operator"),
             ("pgoutbox_viewer", ("enqueue", "mail", "1"), "pgoutbox_producer"),
             ("pgoutbox_viewer", ("pause", "default"), "pgoutbox_operator"),
+            ("pgoutbox_viewer", ("share", "default", "acme", "--rate", "1/s"), "pgoutbox_operator"),
+            ("pgoutbox_worker", ("pause", "--topic", "mail"), "pgoutbox_operator"),
             ("pgoutbox_producer", ("list",), "pgoutbox_viewer or pgoutbox_operator"),
         ],
     )

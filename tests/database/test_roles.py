@@ -1064,7 +1064,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT pgoutbox.clear_redirect()"),
     (OPERATOR, "SELECT FROM pgoutbox.pause_topic('mail', '1 h')"),
     (OPERATOR, "SELECT pgoutbox.resume_topic('news')"),
-    (OPERATOR, "SELECT pgoutbox.set_fair_share('mail', 'acme', 2, 0)"),
+    (OPERATOR, "SELECT pgoutbox.set_fair_share('mail', 'acme', 2, 0, 10, 60)"),
+    (OPERATOR, "SELECT pgoutbox.set_fair_share('mail', 'acme', remove => '{rate}')"),
     (WORKER, "SELECT pgoutbox._give_turns('mail', '{mail}', 10)"),
     (
         PRODUCER,

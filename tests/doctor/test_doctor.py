@@ -1108,7 +1108,7 @@ class TestShares:
             "keys-paused",
             "1 fair key paused",
             "60 min: acme",
-            "share default acme",
+            "share default --max-in-flight N acme",
         )
         db.execute("SELECT pgoutbox.set_fair_share('default', 'acme')")
         assert levels(found(dsn, "shares")) == ["ok"]
@@ -1127,17 +1127,26 @@ class TestShares:
             "keys-limited",
             "at their limit",
             "60 min: a b",
-            "'a b' --max-in-flight",
+            "--max-in-flight N 'a b'",
         )
 
-    def test_a_key_whose_rate_is_used_up_is_named(self, dsn: str, db: psycopg.Connection) -> None:
-        for _ in range(2):
-            enqueue(db, fair_key="acme")
+    def test_a_key_that_waits_at_its_rate_is_named(self, dsn: str, db: psycopg.Connection) -> None:
+        for key in ("-a", "free"):
+            enqueue(db, "mail", fair_key=key)
+            enqueue(db, "mail", fair_key=key)
         db.execute(HOUR_AGO)
         db.execute("SELECT pgoutbox.set_fair_share('default', rate_count => 1, rate_seconds => 3600)")
+        db.execute("SELECT pgoutbox.set_fair_share('default', 'free', weight => 2)")
         assert levels(found(dsn, "shares")) == ["ok"]
-        db.execute("SELECT pgoutbox._give_turns('default', '{greet}', 5)")
-        expect(found(dsn, "shares"), Level.WARNING, "keys-limited", "1 fair key at their limit", "60 min: acme")
+        db.execute("SELECT pgoutbox._give_turns('default', '{mail}', 2)")
+        expect(
+            found(dsn, "shares"),
+            Level.WARNING,
+            "keys-rate-limited",
+            "1 fair key at their rate",
+            "60 min: -a",
+            "share default --rate RATE -- -a",
+        )
 
 
 class TestDue:

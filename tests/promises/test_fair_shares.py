@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, LiteralString
 import pytest
 
 from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Transient, Worker
-from pgoutbox.operations import Operator
+from pgoutbox.operations import Operator, Rate
 from tests.support.outbox_actions import attempts_of, begin, cancel, lapse, redrive, running, settings_for, state_of
 from tests.support.waiting import until, until_idle
 
@@ -519,3 +519,92 @@ async def test_a_change_of_a_share_that_stays_open_holds_back_no_other_message(
         assert not {*keyed} & {*sent}
         changing.commit()
         await until(lambda: {*keyed} <= {*sent})
+
+
+HOURLY = Rate(1, 3600)
+SPENT = "SELECT fair_key, extract(epoch FROM spent_at - now())::float8 FROM pgoutbox.fair_share WHERE fair_key <> ''"
+
+
+def admitted_now(db: psycopg.Connection) -> int:
+    """Give turns, and return the number of messages that got theirs."""
+    ((count,),) = db.execute("SELECT admitted_count FROM pgoutbox._give_turns('default', '{greet}', 100)").fetchall()
+    return int(count)
+
+
+def spent_by_key(db: psycopg.Connection) -> dict[str, float]:
+    return {str(key): float(seconds) for key, seconds in db.execute(SPENT).fetchall()}
+
+
+@pytest.mark.parametrize("key", [None, "a"], ids=["queue", "key"])
+@pytest.mark.parametrize("act", ["reset", "remove", "faster and back"])
+def test_no_change_of_a_rate_gives_a_turn_that_is_spent(db: psycopg.Connection, key: str | None, act: str) -> None:
+    operator = Operator(db)
+    operator.set_fair_share("default", key, weight=2, rate=HOURLY)
+    put(db, "a", 10)
+    assert [admitted_now(db), admitted_now(db)] == [2, 0]
+    if act == "reset":
+        operator.set_fair_share("default", key)
+    elif act == "remove":
+        operator.set_fair_share("default", key, remove=["rate"])
+    else:
+        operator.set_fair_share("default", key, rate=Rate(1, 60))
+        assert admitted_now(db) == 0
+    db.execute("SELECT pgoutbox._forget_requests()")
+    operator.set_fair_share("default", key, weight=2, rate=HOURLY)
+    assert admitted_now(db) == 0
+    assert 7_190 < spent_by_key(db)["a"] <= 7_200
+
+
+@pytest.mark.parametrize("key", [None, "a"], ids=["queue", "key"])
+def test_a_faster_rate_holds_at_once(db: psycopg.Connection, key: str | None) -> None:
+    """A message that has spent the slow rate takes a turn of the fast one, and no hour."""
+    operator = Operator(db)
+    operator.set_fair_share("default", key, rate=HOURLY)
+    operator.set_fair_share("default", "slow", rate=HOURLY)
+    put(db, "a", 10)
+    put(db, "slow", 10)
+    assert [admitted_now(db), admitted_now(db)] == [2, 0]
+    operator.set_fair_share("default", key, rate=Rate(10, 1))
+    spent = spent_by_key(db)
+    assert spent["a"] <= 0.1
+    assert spent["slow"] > 3_590
+
+
+def test_a_new_rate_after_none_takes_a_turn_at_most(db: psycopg.Connection) -> None:
+    """The old rate is forgotten, and with it how many messages have spent it."""
+    operator = Operator(db)
+    operator.set_fair_share("default", "a", rate=HOURLY)
+    put(db, "a", 10)
+    assert admitted_now(db) == 1
+    operator.set_fair_share("default", "a")
+    operator.set_fair_share("default", "a", weight=3, rate=Rate(1, 60))
+    assert admitted_now(db) == 0
+    assert 170 < spent_by_key(db)["a"] <= 180
+
+
+def test_the_own_values_of_a_key_hold_in_place_of_those_of_its_queue(db: psycopg.Connection) -> None:
+    operator = Operator(db)
+    operator.set_fair_share("default", weight=2, rate=HOURLY)
+    operator.set_fair_share("default", "heavy", weight=4)
+    operator.set_fair_share("default", "often", rate=Rate(1, 60))
+    for key in ("common", "heavy", "often"):
+        put(db, key, 10)
+    assert admitted_now(db) == 2 + 4 + 2
+    counts = db.execute("SELECT fair_key, count(*) FROM pgoutbox.message WHERE lane < 2 GROUP BY 1").fetchall()
+    assert dict(counts) == {"common": 2, "heavy": 4, "often": 2}
+    minutes = {key: round(seconds / 60) for key, seconds in spent_by_key(db).items()}
+    assert minutes == {"common": 120, "heavy": 240, "often": 2}
+
+
+async def test_a_worker_that_waits_for_a_rate_hears_of_a_faster_one(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    begun = noting(outbox, db)
+    operator = Operator(db)
+    operator.set_fair_share("default", rate=HOURLY)
+    put(db, "a", 3)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: begun == ["a"])
+        await until_idle(worker)
+        operator.set_fair_share("default", "a", rate=Rate(1000, 1))
+        await until(lambda: begun == ["a"] * 3)

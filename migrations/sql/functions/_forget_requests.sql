@@ -15,8 +15,14 @@ WHERE c.ctid = ANY (ARRAY(
     )
     FOR UPDATE OF r SKIP LOCKED
 ));
+-- Turns and acts lock the row of the queue before those of its keys: this waits for none of these.
 DELETE FROM pgoutbox.fair_share AS s
-WHERE s.fair_key <> '' AND s.spent_at <= now() AND num_nonnulls(s.weight, s.max_in_flight, s.rate_count) = 0;
+WHERE s.ctid = ANY (ARRAY(
+    SELECT r.ctid
+    FROM pgoutbox.fair_share AS r
+    WHERE r.fair_key <> '' AND r.spent_at <= now() AND num_nonnulls(r.weight, r.max_in_flight, r.rate_count) = 0
+    FOR UPDATE OF r SKIP LOCKED
+));
 UPDATE pgoutbox.id_floor AS f
 SET newest_id = greatest(f.newest_id, (SELECT s.last_value FROM pgoutbox.message_id_seq AS s WHERE s.is_called))
 $function$;

@@ -22,3 +22,7 @@ CREATE TABLE pgoutbox.fair_share (
         AND (rate_count IS NULL) = (rate_seconds IS NULL)
     )
 );
+
+-- Own shares, and not the many rows that only remember when a rate is spent.
+CREATE INDEX fair_share_own ON pgoutbox.fair_share (queue, fair_key)
+WHERE num_nonnulls(weight, max_in_flight, rate_count) > 0;

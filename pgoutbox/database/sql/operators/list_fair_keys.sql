@@ -26,6 +26,7 @@ WITH RECURSIVE visited(key, number) AS (
             (
                 SELECT s.fair_key FROM pgoutbox.fair_share_view AS s
                 WHERE s.queue = %(queue)s::text AND s.fair_key > v.key AND s.fair_key >= %(prefix)s::text
+                    AND num_nonnulls(s.weight, s.max_in_flight, s.rate_count) > 0
                 ORDER BY s.fair_key LIMIT 1
             )
         ) AS one(key)
@@ -43,25 +44,6 @@ WITH RECURSIVE visited(key, number) AS (
         )
     ) AS due(oldest_at)
     WHERE v.number > 0
-        AND (
-            due.oldest_at IS NOT NULL
-            -- A row without values says nothing of the key but the turns that the rate of its queue has given.
-            OR EXISTS (
-                SELECT FROM pgoutbox.fair_share_view AS s
-                WHERE s.queue = %(queue)s::text AND s.fair_key = v.key
-                    AND num_nonnulls(s.weight, s.max_in_flight, s.rate_count) > 0
-            )
-            OR EXISTS (
-                SELECT FROM pgoutbox.message_view AS m
-                WHERE m.queue = %(queue)s::text AND m.fair_key = v.key AND m.lane < 2
-                    AND m.state IN ('pending', 'sending')
-            )
-            OR EXISTS (
-                SELECT FROM pgoutbox.message_view AS m
-                WHERE m.queue = %(queue)s::text AND m.fair_key = v.key AND m.lane = 2
-                    AND m.state IN ('pending', 'sending')
-            )
-        )
     ORDER BY v.key <> %(prefix)s::text, due.oldest_at, v.key
     LIMIT %(limit)s::bigint
 )
@@ -86,13 +68,15 @@ SELECT
     ) AS in_flight,
     l.oldest_at AS oldest_due_at,
     extract(epoch FROM now() - l.oldest_at)::float8 AS oldest_due_seconds,
-    share.weight,
-    coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
-    share.rate_count,
-    share.rate_seconds,
-    -- As in _give_turns: a turn at once, and then one after the other.
-    greatest(0, extract(epoch FROM own.spent_at - now()) - (share.weight - 1) * share.rate_seconds / share.rate_count::float8)
-        AS permit_seconds,
+    share.*,
+    -- As in _give_turns. Null: now.
+    CASE WHEN share.rate_count IS NOT NULL THEN (
+        SELECT p.permit_at
+        FROM (
+            SELECT own.spent_at - (share.weight - 1) * (share.rate_seconds * interval '1 s' / share.rate_count)
+        ) AS p(permit_at)
+        WHERE p.permit_at > now()
+    ) END AS next_turn_at,
     l.key_count
 FROM longest AS l
 LEFT JOIN pgoutbox.fair_share_view AS own ON own.queue = %(queue)s::text AND own.fair_key = l.key
@@ -100,7 +84,8 @@ LEFT JOIN pgoutbox.fair_share_view AS common ON common.queue = %(queue)s::text A
 CROSS JOIN LATERAL (
     SELECT
         coalesce(own.weight, common.weight, 1) AS weight,
-        CASE WHEN own.rate_count IS NULL THEN common.rate_count ELSE own.rate_count END AS rate_count,
+        coalesce(own.max_in_flight, common.max_in_flight) AS max_in_flight,
+        coalesce(own.rate_count, common.rate_count) AS rate_count,
         CASE WHEN own.rate_count IS NULL THEN common.rate_seconds ELSE own.rate_seconds END AS rate_seconds
 ) AS share
 ORDER BY l.key <> %(prefix)s::text, l.oldest_at, l.key
