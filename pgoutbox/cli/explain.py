@@ -45,8 +45,10 @@ _ROLES: Final = (
     (r"enqueue\w*|is_known_topic", "pgoutbox_producer"),
     (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
     (
-        rf"{'|'.join(ACTS)}|close_breaker|\w+_redirect|adopt|prune\w*|cancel\w*|queue|retention|audit|erase|selected_\w+|address_digest|\w+_suppressions"
-        r"|set_fair_share|(pause|resume)_topic",
+        (
+            rf"{'|'.join(ACTS)}|close_breaker|\w+_redirect|adopt|prune\w*|cancel\w*|queue|retention|audit|erase"
+            r"|selected_\w+|address_digest|\w+_suppressions|set_fair_share|(pause|resume)_topic"
+        ),
         "pgoutbox_operator",
     ),
     (

@@ -1234,7 +1234,12 @@ def test_without_an_outbox_the_page_says_how_to_give_one(site: Site, db: psycopg
 
 
 def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> None:
-    assert fields_of(get(shop.ada, "/enqueue?topic=mail.welcome")) == {"payload", "coalesce_key", "ordering_key"}
+    assert fields_of(get(shop.ada, "/enqueue?topic=mail.welcome")) == {
+        "payload",
+        "coalesce_key",
+        "ordering_key",
+        "fair_key",
+    }
     assert fields_of(get(shop.ada, "/enqueue?topic=mail.loose")) == {
         "payload", "destination", "owner", "dedupe_key", "delay", "unit",
     }  # fmt: skip
