@@ -1241,7 +1241,7 @@ def test_the_form_offers_the_options_that_the_topic_leaves_open(shop: Site) -> N
         "fair_key",
     }
     assert fields_of(get(shop.ada, "/enqueue?topic=mail.loose")) == {
-        "payload", "destination", "owner", "dedupe_key", "delay", "unit",
+        "payload", "destination", "owner", "dedupe_key", "fair_key", "delay", "unit",
     }  # fmt: skip
     text = shop.ada.get("/enqueue?topic=mail.welcome").text
     assert "&#34;email&#34;: &#34;ada@example.org&#34;" in text

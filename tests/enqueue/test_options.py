@@ -43,6 +43,7 @@ CASES: Final[Mapping[str, Case]] = {
     "coalesce_key": Case("k", "m.coalesce_key", "k"),
     "ordering_key": Case("k", "m.ordering_key", "k"),
     "dedupe_key": Case("k", "m.dedupe_key", "k"),
+    "fair_key": Case("k", "ARRAY[m.fair_key, m.lane::text]", ["k", "2"]),
     # The message that `known` has written before, with another payload.
     "on_duplicate": Case("ignore", "m.payload", "known", {"dedupe_key": "known"}),
     "halts_key": Case(True, "m.halts_key", True, {"ordering_key": "k"}),

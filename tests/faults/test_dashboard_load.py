@@ -45,6 +45,7 @@ PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/messages/999999999": (404,),
     "/queues": (200,),
     "/queues?queue=nobody": (200,),
+    "/queues/nobody/keys": (200,),
     "/failed": (200,),
     "/workers": (200,),
     "/breakers": (200,),

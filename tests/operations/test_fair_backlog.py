@@ -125,7 +125,7 @@ def dashboard(dsn: str, _: str) -> object:
         ranked = [one._replace() for one in reads.rank_queues(connection)]
         depth = History().depth(connection, reads.now(connection), LAST_HOUR, "mail", 100)
         assert list(depth.values())[-1] == 5
-        return pending, queue["due"], queue["scheduled"], len(ranked), list(depth.values())
+        return pending, queue["due"], queue["scheduled"], len(ranked), {*depth.values()}
 
 
 @pytest.mark.parametrize("look", [doctor, gauges, queues, a_run, report, dashboard])

@@ -264,7 +264,7 @@ async def test_a_time_that_has_just_come_is_not_missed(dsn: str, db: psycopg.Con
     schedule(db, rule="every 1", missed="none")
     db.execute("UPDATE pgoutbox.schedule SET changed_at = now() - interval '10 min'")
     await Worker(outbox_of(dsn)).run_once()
-    ((_, at),) = ticks(db)
+    (_, at), *_ = ticks(db)  # The run may take more than a second.
     assert db.execute("SELECT %s > now() - interval '1 min'", [at]).fetchone() == (True,)
 
 

@@ -307,7 +307,7 @@ def test_a_pause_of_a_topic_that_has_ended_since_the_last_poll_wakes_and_an_earl
 def test_a_due_probe_of_a_paused_topic_wakes_nobody(rolled_back: psycopg.Connection) -> None:
     def next_probe() -> float | None:
         parameters = {"queues": ["default"], "topics": ["greet"], "since_seconds": 0, "others_since_seconds": 0}
-        ((*_, seconds),) = rolled_back.execute(statements.NEXT_DUE, parameters).fetchall()
+        ((*_, seconds, _),) = rolled_back.execute(statements.NEXT_DUE, parameters).fetchall()
         return None if seconds is None else float(seconds)
 
     open_breaker(rolled_back)
