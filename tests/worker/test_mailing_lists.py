@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -22,7 +21,7 @@ from tests.support.outbox_actions import enqueue, rows_of, settings_for
 from tests.support.smtp_server import accepting_server, mail_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import LiteralString
 
     from psycopg.rows import TupleRow
@@ -47,6 +46,19 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(WorkerConnection, "fetch", counted)
     return asked
+
+
+@pytest.fixture
+def grow_old(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let three seconds pass for the answers that attempts have, as if the handler had taken them."""
+    ahead = 0.0
+
+    def pass_by() -> None:
+        nonlocal ahead
+        ahead += 3.0
+
+    monkeypatch.setattr(mailing_lists, "elapsed_clock", lambda: elapsed_clock() + ahead)
+    return pass_by
 
 
 async def deliver(
@@ -95,7 +107,7 @@ async def test_a_topic_without_a_list_asks_nothing(dsn: str, db: psycopg.Connect
 
 
 async def test_a_mail_of_a_slow_handler_is_not_sent_after_the_suppression(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    dsn: str, db: psycopg.Connection, grow_old: Callable[[], None]
 ) -> None:
     async with accepting_server() as inbox:
         outbox = Outbox(settings_for(dsn, **mail_settings(inbox.port)))
@@ -103,8 +115,7 @@ async def test_a_mail_of_a_slow_handler_is_not_sent_after_the_suppression(
         @outbox.handler(Topic("news", mailing_list="news"))
         async def news(message: Message, ctx: Context) -> Email:
             Operator(db).suppress("ada@example.org", "complaint")
-            monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
-            await asyncio.sleep(0.3)
+            grow_old()
             return Email(subject="News", text="News")
 
         outbox.on(db).enqueue("news", None, destination="mailto:ada@example.org", require_transaction=False)
@@ -135,20 +146,19 @@ async def test_a_message_waits_after_three_slow_answers(
 
 
 async def test_a_handler_that_waited_for_its_thread_asks_again(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, grow_old: Callable[[], None]
 ) -> None:
     """The thread of the first message is the only one."""
-    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
     outbox, begun = Outbox(settings_for(dsn, concurrency=2)), list[str | None]()
     monkeypatch.setattr(executor, "AttemptThreads", lambda _: AttemptThreads(1))
 
     @outbox.handler(Topic("news", mailing_list="news"))
     def news(message: Message, ctx: SyncContext) -> None:
         begun.append(message.destination)
-        time.sleep(0.3)
         with psycopg.connect(dsn, autocommit=True) as connection:
             Operator(connection).suppress("ada@example.org", "complaint")
             Operator(connection).suppress("otto@example.org", "complaint")
+        grow_old()
 
     with db.transaction():
         outbox.on(db).enqueue_fanout("news", None, ["mailto:ada@example.org", "mailto:otto@example.org"])
@@ -159,9 +169,8 @@ async def test_a_handler_that_waited_for_its_thread_asks_again(
 
 @pytest.mark.parametrize("transactional", [False, True])
 async def test_a_half_of_a_batch_that_is_tried_again_is_asked_about_again(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, transactional: bool
+    dsn: str, db: psycopg.Connection, grow_old: Callable[[], None], transactional: bool
 ) -> None:
-    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
     outbox, begun = Outbox(settings_for(dsn)), list[list[str | None]]()
     both = ["mailto:ada@example.org", "mailto:otto@example.org"]
 
@@ -170,7 +179,7 @@ async def test_a_half_of_a_batch_that_is_tried_again_is_asked_about_again(
         begun.append([message.destination for message in messages])
         if len(messages) > 1:
             Operator(db).suppress("ada@example.org", "complaint")
-            await asyncio.sleep(0.3)
+            grow_old()
             raise Permanent("one of them is wrong")
 
     with db.transaction():
@@ -181,16 +190,14 @@ async def test_a_half_of_a_batch_that_is_tried_again_is_asked_about_again(
 
 
 async def test_a_mail_whose_transport_waits_is_not_handed_over_after_the_suppression(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    dsn: str, db: psycopg.Connection, grow_old: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(mailing_lists, "_FRESH_SECONDS", 0.2)
-
     class Slow:
         schemes, follows_redirect = ("mailto",), True
 
         async def send(self, message: Message[object], content: Content) -> Outcome:
             Operator(db).suppress("ada@example.org", "complaint")
-            await asyncio.sleep(0.3)
+            grow_old()
             await pass_gate()
             return Sent()
 
