@@ -1,4 +1,4 @@
-"""Whoever looks at a backlog sees the messages that wait for the turn of their fair key as any others."""
+"""Each look at a backlog shows messages that wait for the turn of their fair key like any others."""
 
 from __future__ import annotations
 

@@ -608,3 +608,47 @@ async def test_a_worker_that_waits_for_a_rate_hears_of_a_faster_one(dsn: str, db
         await until_idle(worker)
         operator.set_fair_share("default", "a", rate=Rate(1000, 1))
         await until(lambda: begun == ["a"] * 3)
+
+
+async def test_the_first_message_with_a_key_begins_while_others_keep_its_worker_busy(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """The worker never sleeps: each message without a key enqueues the next ones, until the one with a key begins."""
+    outbox = Outbox(settings_for(dsn, concurrency=5, batch_size=5))
+    begun: list[int] = []
+
+    @outbox.handler("greet", transactional=True)
+    async def greet(message: Message, ctx: Context) -> None:
+        begun.append(message.id)
+        if not {*keyed} <= {*begun}:
+            await ctx.connection.execute(
+                "SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, %s)", [10 if len(begun) < 20 else 1]
+            )
+
+    keyed = [-1]
+    put(db, None, 20)
+    async with running(Worker(outbox)):
+        await until(lambda: len(begun) > 100)
+        keyed[:] = put(db, "a", 1)
+        await until(lambda: {*keyed} <= {*begun})
+
+
+async def test_a_transactional_handler_that_rolls_back_frees_its_turn(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=5))
+    running_now: Counter[str] = Counter()
+    db.execute("CREATE TABLE kept (id bigint)")
+
+    @outbox.handler("greet", transactional=True, retry=RetryPolicy(base=0.01, cap=0.01))
+    async def greet(message: Message, ctx: Context) -> Transient | None:
+        running_now["now"] += 1
+        running_now["most"] = max(running_now["most"], running_now["now"])
+        await ctx.connection.execute("INSERT INTO public.kept VALUES (%s)", [message.id])
+        running_now["now"] -= 1
+        return Transient("rolled back") if message.attempt_count == 1 else None
+
+    share(db, most=1)
+    ids = put(db, "a", 5)
+    async with running(Worker(outbox)):
+        await until(lambda: states(db) == {"sent": 5})
+    assert sorted(row[0] for row in db.execute("SELECT id FROM kept")) == ids
+    assert running_now["most"] == 1

@@ -1,11 +1,11 @@
 -- Give waiting messages of a queue their turn, so that up to `total` of these topics are ready to be claimed. Returns how
--- many got it, whether others that are due still wait, the last key that it has read if there
--- are more, and the seconds until the rate of a key permits the next message.
+-- many got it, whether others that are due still wait, the last key that it has read if there are more, and the seconds
+-- until the rate of a key permits the next message.
 --
 -- The keys take turns in their order, from where the last round has ended. A key gets as many messages as its weight, but
--- no more than its limit in flight and its rate leave. If all keys had theirs, the rest is shared in another round. Of many workers
--- one does so at a time, and reads what the others have written, so no limit is exceeded. A round leaps from key to key
--- along an index, whatever the number of their messages, and over 500 keys at most.
+-- no more than its limit in flight and its rate leave. If all keys had theirs, the rest is shared in another round. One of
+-- many workers does so at a time, and reads what the others have written, so no limit is exceeded. A round leaps from key
+-- to key along an index, whatever the number of their messages, and over 500 keys at most.
 CREATE FUNCTION pgoutbox._give_turns(
     queue text, topics text[], total bigint,
     OUT admitted_count bigint, OUT is_waiting boolean, OUT cut_at text, OUT permit_seconds float8
